@@ -1,0 +1,372 @@
+"""Causal attention block by block: the same numbers as the definition, without ever holding the T × S matrix.
+
+A tile of scores at a time is made, used and forgotten. What makes that possible is the recurrence of online
+softmax: a row's maximum m, its denominator l = Σ e^(s−m) and its numerator n = Σ e^(s−m)·v can be carried over
+from tile to tile, because raising m to m' only multiplies l and n by e^(m−m'). It stands in `_Rows.take`.
+
+Tiles that causality, window, padding or document ids make invisible are skipped from the options; a dense mask or
+bias is read tile by tile. Memory beyond inputs and outputs is a few tiles, whatever T and S are.
+
+Looking happens inside the same pass and never touches the numbers that become the output.
+
+Shape legend: B batch, H query heads = G key/value heads × R query heads that share one, T queries, S keys,
+D query/key width, E value width; t and s, the queries and keys of one tile; K keys kept by `top`.
+
+Sources: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; Rabe & Staats 2021,
+"Self-attention does not need O(n²) memory"; Dao et al. 2022, "FlashAttention".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from regardant.problem import Array, Problem, Watch
+
+# One tile of scores over all heads: small enough to stay in cache, large enough that Python's share is small.
+TILE = 2**18
+QUERIES = 128
+KEYS = 256
+
+
+def attend(problem: Problem, watch: Watch | None = None) -> dict[str, Array]:
+    """Output and lse of a problem and, with `watch`, what was to be kept.
+
+    Memory beyond the results: tiles of at most about 2**18 scores (more only if the heads are more than that).
+    """
+    B, H, G, T, _, _, E = problem.sizes
+    dtype = problem.accumulator
+    seen = {
+        "out": np.zeros((B, H, T, E), problem.q_BHTD.dtype),
+        "lse": np.full((B, H, T), -np.inf, dtype),
+    }
+    if watch is not None:
+        seen |= {
+            "max_logit": np.full((B, H, T), -np.inf, dtype),
+            "entropy": np.zeros((B, H, T), dtype),
+            "sink_weight": np.zeros((B, H, T), dtype),
+            "top_keys": np.full((B, H, T, watch.top), -1, np.int64),
+            "top_weights": np.zeros((B, H, T, watch.top), dtype),
+        }
+    queries, keys = _tile_shape(problem)
+    # Hidden NaN and Inf may pass through the arithmetic of a tile; the mask takes them out of every result.
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
+        for b, t in _query_blocks(B if H else 0, T, queries):
+            rows = _Rows(problem, t.stop - t.start, watch)
+            q_GNd = _queries(problem, b, t)
+            for s in _key_blocks(problem, b, t, keys):
+                tile = _scores(problem, b, q_GNd, t, s)
+                if tile is not None:
+                    rows.take(*tile, _rows_contiguous(problem.v_BGSE[b, :, s], dtype), s.start)
+            for name, part in rows.finish().items():
+                seen[name][b, :, t] = part.reshape(H, *part.shape[2:])
+        if watch is not None and (watch.received or watch.pooled):
+            seen |= _column_sums(problem, seen["lse"], watch)
+    del G
+    return seen
+
+
+class _Rows:
+    """The state that a block of query rows carries from one tile of keys to the next."""
+
+    def __init__(self, problem: Problem, t: int, watch: Watch | None) -> None:
+        _, H, G, _, _, _, E = problem.sizes
+        shape = (G, H // G, t)
+        self.sinks_GR1 = None if problem.sinks_H is None else problem.sinks_H.reshape(G, H // G, 1)
+        self.m_GRt = np.full(shape, -np.inf, problem.accumulator)  # largest score so far
+        self.l_GRt = np.zeros(shape, problem.accumulator)  # Σ e^(s−m)
+        self.n_GRtE = np.zeros((*shape, E), problem.accumulator)  # Σ e^(s−m)·v
+        self.watching = watch is not None
+        self.w_GRt = np.zeros(shape, problem.accumulator)  # Σ e^(s−m)·(s−m), for the entropy
+        self.top = _Top(shape, watch.top, problem.accumulator) if watch is not None and watch.top else None
+
+    def take(self, s_GRts: Array, visible: Array | None, v_GsE: Array, first: int) -> None:
+        """Fold in one tile: scores (hidden ones −∞; overwritten), their visibility (None: all), values, first key."""
+        if self.top is not None:
+            self.top.take(s_GRts, first)
+        m_GRt = np.maximum(self.m_GRt, s_GRts.max(axis=-1))
+        base_GRt = np.where(m_GRt == -np.inf, 0, m_GRt)  # a row that has seen nothing yet: e^(−∞−0) = 0
+        s_GRts -= base_GRt[..., None]
+        fade_GRt = np.exp(self.m_GRt - base_GRt)
+        if self.watching:
+            p_GRts = np.exp(s_GRts)
+            self._weigh(p_GRts, s_GRts, base_GRt, fade_GRt)
+        else:
+            p_GRts = np.exp(s_GRts, out=s_GRts)
+        self.l_GRt = self.l_GRt * fade_GRt + p_GRts.sum(axis=-1)
+        self.n_GRtE *= fade_GRt[..., None]
+        self.n_GRtE += _mix(p_GRts, v_GsE, visible)
+        self.m_GRt = m_GRt
+
+    def _weigh(self, p_GRts: Array, s_GRts: Array, base_GRt: Array, fade_GRt: Array) -> None:
+        """Carry Σ e^(s−m)·(s−m): raising m to m' adds (m−m') times the old denominator. `s` is overwritten."""
+        rise_GRt = np.where(self.m_GRt == -np.inf, 0, self.m_GRt - base_GRt)
+        np.maximum(s_GRts, np.finfo(s_GRts.dtype).min, out=s_GRts)  # 0 · −∞ would be NaN; 0 · a number is 0
+        self.w_GRt = fade_GRt * (self.w_GRt + rise_GRt * self.l_GRt) + np.vecdot(p_GRts, s_GRts)
+
+    def finish(self) -> dict[str, Array]:
+        """The rows' results, axes (G, R, t, …). Rows that saw nothing: out 0, lse −∞, weights 0."""
+        live_GRt = self.m_GRt != -np.inf
+        peak_GRt, l_GRt, fade_GRt = self.m_GRt, self.l_GRt, None
+        if self.sinks_GR1 is not None:  # a sink joins the denominator, and no value comes with it
+            peak_GRt = np.maximum(self.m_GRt, self.sinks_GR1)
+            fade_GRt = np.exp(np.where(live_GRt, self.m_GRt - peak_GRt, 0))
+            l_GRt = l_GRt * fade_GRt + np.exp(self.sinks_GR1 - peak_GRt)
+        lse_GRt = np.where(live_GRt, peak_GRt + np.log(l_GRt), -np.inf)
+        factor_GRt = np.where(live_GRt, 1 if fade_GRt is None else fade_GRt, 0) / np.where(live_GRt, l_GRt, 1)
+        seen = {
+            "out": np.where(live_GRt[..., None], self.n_GRtE * factor_GRt[..., None], 0),
+            "lse": lse_GRt,
+        }
+        if self.watching:
+            seen |= self._observed(live_GRt, lse_GRt, factor_GRt)
+        return seen
+
+    def _observed(self, live_GRt: Array, lse_GRt: Array, factor_GRt: Array) -> dict[str, Array]:
+        """H = −Σ a log a = Σ a·(lse − m) − Σ a·(s − m), and the sink, where there is one, as one more outcome."""
+        entropy_GRt = factor_GRt * ((lse_GRt - self.m_GRt) * self.l_GRt - self.w_GRt)
+        sink_GRt = np.zeros_like(lse_GRt)
+        if self.sinks_GR1 is not None:
+            log_sink_GRt = np.where(live_GRt, np.minimum(self.sinks_GR1 - lse_GRt, 0), -np.inf)
+            sink_GRt = np.exp(log_sink_GRt)
+            entropy_GRt -= sink_GRt * np.where(sink_GRt == 0, 0, log_sink_GRt)
+        seen = {
+            "max_logit": self.m_GRt,
+            "entropy": np.where(live_GRt, entropy_GRt, 0),
+            "sink_weight": sink_GRt,
+        }
+        if self.top is not None:
+            keys_GRtK, scores_GRtK = self.top.keys, self.top.scores
+            seen["top_keys"] = keys_GRtK
+            seen["top_weights"] = np.where(keys_GRtK < 0, 0, np.exp(scores_GRtK - lse_GRt[..., None]))
+        return seen
+
+
+class _Top:
+    """The K largest scores of each row so far, heaviest first; among equals the earlier key."""
+
+    def __init__(self, shape: tuple[int, ...], K: int, dtype: np.dtype[np.floating]) -> None:
+        self.scores = np.full((*shape, K), -np.inf, dtype)
+        self.keys = np.full((*shape, K), -1, np.int64)
+
+    def take(self, s_GRts: Array, first: int) -> None:
+        """Merge a tile in. Only rows whose largest score beats their K-th so far have anything to do."""
+        K = self.keys.shape[-1]
+        new = ~(s_GRts.max(axis=-1) <= self.scores[..., -1])  # written so that NaN counts as new
+        if not new.any():
+            return
+        s_Ns = s_GRts[new]
+        keys_NK, scores_NK = _largest(s_Ns, K)
+        # What is kept comes first: a stable sort then prefers the earlier key among equals.
+        scores_N2K = np.concatenate([self.scores[new], scores_NK], axis=-1)
+        keys_N2K = np.concatenate([self.keys[new], np.where(keys_NK < 0, -1, keys_NK + first)], axis=-1)
+        order_NK = np.argsort(-scores_N2K, axis=-1, kind="stable")[:, :K]
+        self.scores[new] = np.take_along_axis(scores_N2K, order_NK, axis=-1)
+        self.keys[new] = np.take_along_axis(keys_N2K, order_NK, axis=-1)
+
+
+def _largest(s_Ns: Array, K: int) -> tuple[Array, Array]:
+    """Indices and values of the K largest of each row, stably ordered; −1 and −∞ where fewer are visible.
+
+    The rows are cut into groups; the K largest must lie in the K groups with the largest maxima, so that all
+    but those groups are looked at once only.
+    """
+    N, s = s_Ns.shape
+    group = max(1, int(np.sqrt(s / max(K, 1))))
+    groups = -(-s // group)
+    if groups > K:
+        padded = np.full((N, groups * group), -np.inf, s_Ns.dtype)
+        padded[:, :s] = s_Ns
+        grouped = padded.reshape(N, groups, group)
+        chosen_NK = np.sort(np.argsort(-grouped.max(axis=-1), axis=-1, kind="stable")[:, :K], axis=-1)
+        keys = (chosen_NK[..., None] * group + np.arange(group)).reshape(N, -1)
+        values = np.take_along_axis(grouped, chosen_NK[..., None], axis=1).reshape(N, -1)
+    else:
+        keys, values = np.broadcast_to(np.arange(s), s_Ns.shape), s_Ns
+    order = np.argsort(-values, axis=-1, kind="stable")[:, :K]
+    scores_NK = np.full((N, K), -np.inf, s_Ns.dtype)
+    keys_NK = np.full((N, K), -1, np.int64)
+    kept = order.shape[-1]
+    scores_NK[:, :kept] = np.take_along_axis(values, order, axis=-1)
+    keys_NK[:, :kept] = np.where(scores_NK[:, :kept] == -np.inf, -1, np.take_along_axis(keys, order, axis=-1))
+    return keys_NK, scores_NK
+
+
+def _mix(p_GRts: Array, v_GsE: Array, visible: Array | None) -> Array:
+    """Σ_j p_ij v_j over visible keys only: 0 · NaN of a hidden value must not reach the sum."""
+    G, R, t, s = p_GRts.shape
+    p_GNs = p_GRts.reshape(G, R * t, s)
+    if visible is None or np.isfinite(v_GsE).all():
+        return (p_GNs @ v_GsE).reshape(G, R, t, -1)
+    finite_s = np.isfinite(v_GsE).all(axis=(0, -1))
+    n_GRtE = (p_GNs @ np.where(finite_s[:, None], v_GsE, 0)).reshape(G, R, t, -1)
+    visible_GRts = np.broadcast_to(visible, p_GRts.shape)
+    for j in np.flatnonzero(~finite_s):
+        n_GRtE += np.where(visible_GRts[..., j, None], p_GRts[..., j, None] * v_GsE[:, None, None, j], 0)
+    return n_GRtE
+
+
+def _scores(problem: Problem, b: int, q_GNd: Array, t: slice | Array, s: slice) -> tuple[Array, Array | None] | None:
+    """One tile: scores (G, R, t, s) with −∞ where hidden, and the visibility, None where all is visible.
+
+    The tile itself is None if nothing in it is visible. `t` are the queries' indices, `s` a slice of keys.
+    """
+    _, H, G, T, *_ = problem.sizes
+    p_t1 = problem.offset + np.arange(T)[t][:, None]
+    j_s = np.arange(s.start, s.stop)
+    visible = _visible(problem, b, t, s, p_t1, j_s)
+    if visible is not None and not visible.any():
+        return None
+    k_GsD = _rows_contiguous(problem.k_BGSD[b, :, s], q_GNd.dtype)
+    s_GRts = (q_GNd @ k_GsD.swapaxes(-1, -2)).reshape(G, H // G, len(p_t1), len(j_s))
+    if problem.softcap is not None:
+        s_GRts /= problem.softcap
+        np.tanh(s_GRts, out=s_GRts)
+        s_GRts *= problem.softcap
+    if problem.bias_BHTS is not None:
+        s_GRts += problem.bias_BHTS[b][:, t, s].reshape(s_GRts.shape)
+    if problem.alibi_H is not None:
+        distance_ts = (p_t1 - j_s).astype(s_GRts.dtype)
+        s_GRts -= problem.alibi_H.reshape(G, H // G, 1, 1) * distance_ts
+    if visible is not None:
+        np.copyto(s_GRts, -np.inf, where=~visible)
+    return s_GRts, visible
+
+
+def _visible(problem: Problem, b: int, t: slice | Array, s: slice, p_t1: Array, j_s: Array) -> Array | None:
+    """Which of a tile's scores count, broadcastable to (G, R, t, s); None if all do."""
+    _, H, G, *_ = problem.sizes
+    conditions = []
+    if problem.causal:
+        conditions.append(j_s <= p_t1)
+    if problem.window is not None:
+        conditions.append(p_t1 - j_s < problem.window)
+    if problem.starts_B[b] > s.start or problem.lengths_B[b] < s.stop:
+        conditions.append(((j_s >= problem.starts_B[b]) & (j_s < problem.lengths_B[b]))[None, :])
+    if problem.segments is not None:
+        q_BT, k_BS = problem.segments
+        conditions.append(q_BT[b, t][:, None] == k_BS[b, s])
+    if problem.mask_BHTS is not None:
+        conditions.append(_per_head(problem.mask_BHTS[b][:, t, s], G))
+    if problem.bias_BHTS is not None:  # a bias of −∞ hides a key as a mask does
+        conditions.append(_per_head(problem.bias_BHTS[b][:, t, s] != -np.inf, G))
+    partial = [condition for condition in conditions if not condition.all()]
+    if not partial:
+        return None
+    visible = partial[0]
+    for condition in partial[1:]:
+        visible = visible & condition
+    del H
+    return visible
+
+
+def _per_head(tile_Hts: Array, G: int) -> Array:
+    return tile_Hts.reshape(G, tile_Hts.shape[0] // G, *tile_Hts.shape[1:])
+
+
+def _queries(problem: Problem, b: int, t: slice | Array) -> Array:
+    """The queries `t` of one batch row, scaled, the heads that share keys folded into rows: (G, R·t, D)."""
+    _, H, G, _, _, D, _ = problem.sizes
+    q_HtD = problem.q_BHTD[b][:, t].astype(problem.accumulator)
+    q_HtD *= problem.accumulator.type(problem.scale)
+    return q_HtD.reshape(G, H // G * q_HtD.shape[1], D)
+
+
+def _rows_contiguous(x_GsW: Array, dtype: np.dtype[np.floating]) -> Array:
+    """Keys or values in a layout that BLAS takes as it is: a view where rows lie whole, else a copy of the tile."""
+    *_, row, item = x_GsW.strides
+    if x_GsW.dtype == dtype and item == x_GsW.itemsize and row >= x_GsW.shape[-1] * item:
+        return x_GsW
+    return np.ascontiguousarray(x_GsW, dtype=dtype)
+
+
+def _tile_shape(problem: Problem) -> tuple[int, int]:
+    """How many queries and keys make a tile. It depends on the shapes alone, so that equal input gives equal bits."""
+    _, H, _, T, S, *_ = problem.sizes
+    queries = min(max(T, 1), QUERIES)
+    keys = max(KEYS // 4, TILE // max(1, H * queries))
+    return queries, min(max(S, 1), keys if queries < QUERIES else min(keys, KEYS))
+
+
+def _query_blocks(B: int, T: int, queries: int) -> Iterator[tuple[int, slice]]:
+    for b in range(B):
+        for first in range(0, T, queries):
+            yield b, slice(first, min(first + queries, T))
+
+
+def _key_blocks(problem: Problem, b: int, t: slice, keys: int) -> Iterator[slice]:
+    """The tiles that queries `t` may see anything of, from causality, window and padding alone."""
+    low, high = int(problem.starts_B[b]), int(problem.lengths_B[b])
+    if problem.causal:
+        high = min(high, problem.offset + t.stop)
+    if problem.window is not None:
+        low = max(low, problem.offset + t.start - problem.window + 1)
+    for first in range(low, high, keys):
+        yield slice(first, min(first + keys, high))
+
+
+def _column_sums(problem: Problem, lse_BHT: Array, watch: Watch) -> dict[str, Array]:
+    """A second pass, over finished weights: what each key gave in all, and the mass in blocks of the matrix."""
+    B, H, _, T, S, *_ = problem.sizes
+    received = np.zeros((B, H, S))
+    R, C = watch.pooled or (1, 1)
+    pooled = np.zeros((B, H, R, C))
+    row_T, column_S = _block_of(T, R), _block_of(S, C)
+    queries, keys = _tile_shape(problem)
+    for b, t in _query_blocks(B if H else 0, T, queries):
+        q_GNd = _queries(problem, b, t)
+        for s in _key_blocks(problem, b, t, keys):
+            tile = _scores(problem, b, q_GNd, t, s)
+            if tile is None:
+                continue
+            a_Hts = _weights(*tile, lse_BHT[b][:, t])
+            received[b, :, s] += a_Hts.sum(axis=-2)
+            if watch.pooled is not None:
+                rows, row_starts = np.unique(row_T[t], return_index=True)
+                columns, column_starts = np.unique(column_S[s], return_index=True)
+                blocks = np.add.reduceat(a_Hts.astype(np.float64), row_starts, axis=-2)
+                pooled[b][:, rows[:, None], columns] += np.add.reduceat(blocks, column_starts, axis=-1)
+    seen = {}
+    if watch.received:
+        seen["received"] = received.astype(problem.accumulator)
+    if watch.pooled is not None:
+        seen["pooled"] = pooled.astype(problem.accumulator)
+    return seen
+
+
+def _block_of(count: int, parts: int) -> Array:
+    """The block of each of `count` positions, where block r holds count·r//parts … count·(r+1)//parts."""
+    edges = count * np.arange(1, parts + 1) // parts
+    return np.searchsorted(edges, np.arange(count), side="right")
+
+
+def _weights(s_GRts: Array, visible: Array | None, lse_Ht: Array) -> Array:
+    """Finished weights e^(s − lse) of one tile, (H, t, s); hidden ones and rows that see nothing are 0."""
+    G, R, t, s = s_GRts.shape
+    lse_GRt = lse_Ht.reshape(G, R, t)
+    a_GRts = np.exp(s_GRts - np.where(lse_GRt == -np.inf, 0, lse_GRt)[..., None])
+    if visible is not None:
+        np.copyto(a_GRts, 0, where=~visible)
+    return a_GRts.reshape(G * R, t, s)
+
+
+def rows(problem: Problem, lse_BHT: Array, queries_N: Array, heads_M: Array) -> Array:
+    """Weights of the given queries of the given heads, (B, M, N, S), from q, k and lse. Memory: the result."""
+    B, _, _, _, S, *_ = problem.sizes
+    a_BMNS = np.zeros((B, len(heads_M), len(queries_N), S), problem.accumulator)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
+        for m, h in enumerate(heads_M):
+            head = problem.head(int(h))
+            _, keys = _tile_shape(head)
+            for b in range(B if len(queries_N) else 0):
+                reach = slice(int(queries_N.min()), int(queries_N.max()) + 1)
+                q_GNd = _queries(head, b, queries_N)
+                for s in _key_blocks(head, b, reach, keys):
+                    tile = _scores(head, b, q_GNd, queries_N, s)
+                    if tile is not None:
+                        a_BMNS[b, m, :, s] = _weights(*tile, lse_BHT[b, h, queries_N][None])[0]
+    return a_BMNS

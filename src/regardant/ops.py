@@ -1,0 +1,226 @@
+"""`attention` and `look`: check the arguments once, choose an implementation by a visible rule, call it.
+
+Both refuse bad input before any work. An implementation named with `impl=` is used or refused, never replaced.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, overload
+
+from regardant import blocked, reference
+from regardant import problem as problems
+from regardant.looks import Look
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from numpy.typing import ArrayLike
+
+    from regardant.problem import Array
+
+# Each offers attend(problem, watch) and rows(problem, lse, queries, heads), and none imports another.
+IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "blocked": blocked}
+
+
+def implementation(op: str, impl: str) -> ModuleType:
+    """The module that serves `impl`; "auto" is the fastest that honours every option.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if impl == "auto":
+        return blocked
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"{op}: impl must be 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}; got {impl!r}")
+    return IMPLEMENTATIONS[impl]
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = ...,
+    offset: int | None = ...,
+    window: int | None = ...,
+    starts: ArrayLike | None = ...,
+    lengths: ArrayLike | None = ...,
+    segments: tuple[ArrayLike, ArrayLike] | None = ...,
+    mask: Array | None = ...,
+    bias: Array | None = ...,
+    alibi: ArrayLike | None = ...,
+    softcap: float | None = ...,
+    sinks: ArrayLike | None = ...,
+    scale: float | None = ...,
+    impl: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Array: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = ...,
+    offset: int | None = ...,
+    window: int | None = ...,
+    starts: ArrayLike | None = ...,
+    lengths: ArrayLike | None = ...,
+    segments: tuple[ArrayLike, ArrayLike] | None = ...,
+    mask: Array | None = ...,
+    bias: Array | None = ...,
+    alibi: ArrayLike | None = ...,
+    softcap: float | None = ...,
+    sinks: ArrayLike | None = ...,
+    scale: float | None = ...,
+    impl: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Array, Array]: ...
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = True,
+    offset: int | None = None,
+    window: int | None = None,
+    starts: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
+    segments: tuple[ArrayLike, ArrayLike] | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: ArrayLike | None = None,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Attention: each query mixes the values of the keys it may see, by softmax of scaled dot products.
+
+        s_ij   = scale · q_i·k_j
+        s_ij   = softcap · tanh(s_ij / softcap)            if softcap is given
+        s_ij  += bias_ij − alibi_h · (p_i − j)             p_i = offset + i
+        s_ij   = −∞                                        where key j is not visible to query i
+        lse_i  = log( Σ_j exp s_ij [+ exp sink_h] )
+        out_i  = Σ_j exp(s_ij − lse_i) · v_j
+
+    Args:
+        q: queries (B, H, T, D), or (H, T, D), or (T, D): float64, float32, float16 or bfloat16.
+        k: keys (B, G, S, D), q's type. Query head h reads key/value head h // (H // G).
+        v: values (B, G, S, E), q's type. All three in any strides.
+        causal: key j is visible to query i only if j <= offset + i.
+        offset: keys before the first query. Default S − T: the last query sees the last key.
+        window: key j is visible only if offset + i − j < window: so many keys, its own included.
+        starts: (B,) integers; keys before starts[b] are invisible (left padding).
+        lengths: (B,) integers; keys from lengths[b] on are invisible (right padding).
+        segments: a pair of integer ids (B, T) and (B, S); visible only where they are equal (packed documents).
+        mask: boolean, broadcastable to (B, H, T, S); True = visible. All conditions hold together.
+        bias: floating, broadcastable to (B, H, T, S), added to the scores; −∞ hides a key as a mask does.
+        alibi: (H,) slopes (Press et al. 2022).
+        softcap: bounds the scores smoothly, before any mask or bias (Gemma 2).
+        sinks: (H,) logits that join the denominator only, so that a row's weights sum to less than 1 (GPT-OSS).
+        scale: factor on the dot products. Default 1/√D.
+        impl: "auto", "reference" (float64, T·S memory) or "blocked" (NumPy, no T·S memory).
+        return_lse: also return lse.
+
+    Returns:
+        out (B, H, T, E) in q's type and q's rank; with `return_lse` also lse (B, H, T), natural log, float32
+        (float64 for float64 input). A row that sees nothing gives out 0 and lse −∞, sink or no sink.
+        An invisible key or value is never read into the arithmetic. Memory beyond the result does not grow with
+        T or S, except under "reference".
+
+    Raises:
+        TypeError: an argument of the wrong kind or type.
+        ValueError: a shape or value that does not fit. Both name the argument, what was expected and what came.
+
+    Sources: Vaswani et al. 2017; Milakov & Gimelshein 2018 for the online softmax; Dao et al. 2022 for the tiles.
+    """
+    checked = problems.problem(
+        "attention",
+        q,
+        k,
+        v,
+        causal=causal,
+        offset=offset,
+        window=window,
+        starts=starts,
+        lengths=lengths,
+        segments=segments,
+        mask=mask,
+        bias=bias,
+        alibi=alibi,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+    )
+    seen = implementation("attention", impl).attend(checked)
+    out = checked.restore(seen["out"])
+    return (out, checked.restore(seen["lse"])) if return_lse else out
+
+
+def look(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = True,
+    offset: int | None = None,
+    window: int | None = None,
+    starts: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
+    segments: tuple[ArrayLike, ArrayLike] | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: ArrayLike | None = None,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+    top: int = 8,
+    received: bool = False,
+    pooled: tuple[int, int] | None = None,
+) -> Look:
+    """Attention, and from the same computation where each query drew its information.
+
+    Args:
+        q: queries. `k`: keys. `v`: values. They, and the options up to `impl`, are as in `attention`.
+        top: how many of the heaviest keys to keep per row.
+        received: also sum each key's weight over all queries (one more pass over the scores).
+        pooled: (R, C): also sum the weights over R blocks of queries by C blocks of keys (the same second pass).
+
+    Returns:
+        A `Look`; its `out` has the same bits as `attention` gives. Memory beyond inputs and output: per row
+        2·top + 4 numbers, and what `received` and `pooled` hold; never T·S, except under "reference".
+
+    Raises:
+        TypeError, ValueError: as `attention`.
+    """
+    watch = problems.watch("look", top, received, pooled)
+    checked = problems.problem(
+        "look",
+        q,
+        k,
+        v,
+        causal=causal,
+        offset=offset,
+        window=window,
+        starts=starts,
+        lengths=lengths,
+        segments=segments,
+        mask=mask,
+        bias=bias,
+        alibi=alibi,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+    )
+    chosen = implementation("look", impl)
+    seen = {name: checked.restore(array) for name, array in chosen.attend(checked, watch).items()}
+    return Look(
+        **{name: seen.get(name) for name in ("received", "pooled")},
+        **{name: array for name, array in seen.items() if name not in {"received", "pooled"}},
+        _problem=checked,
+        _rows=chosen.rows,
+    )

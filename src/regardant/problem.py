@@ -1,0 +1,320 @@
+"""Every check of attention's shapes, types and options, made once, before an implementation is chosen.
+
+`problem` turns what a caller passed into a frozen `Problem` that every implementation can trust: four axes
+everywhere, options broadcast (as views, never copied), defaults filled in. It refuses what the definition gives
+no meaning to, in one sentence that names the argument, what was expected and what came.
+
+Shape legend: B batch, H query heads, G key/value heads (H a multiple of G), T queries, S keys,
+D query/key width, E value width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import operator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, DTypeLike
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+# Positions are int64 in the arithmetic of masks; sums of a position and an offset must stay inside it.
+FARTHEST = 2**62
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """Attention's arguments, checked and put into one form. Make one with `problem`.
+
+    Attributes:
+        q_BHTD: queries. `k_BGSD`: keys. `v_BGSE`: values. All of one floating type, any strides.
+        rank: how many axes the caller's arrays had (2, 3 or 4); results go back in that rank.
+        causal: whether key j is hidden from query i unless j <= offset + i.
+        offset: the position of the first query among the keys.
+        window: how many keys, its own included, a query reaches back over; None for all.
+        starts_B: first visible key per batch row. `lengths_B`: first invisible one after it.
+        segments: document ids of queries (B, T) and keys (B, S), or None.
+        mask_BHTS: boolean view, True = visible, or None. `bias_BHTS`: additive view, or None.
+        alibi_H: slopes, or None. `sinks_H`: logits, or None. Both in the accumulation type.
+        softcap: bound on the scores, or None. `scale`: factor on q·k.
+    """
+
+    q_BHTD: Array
+    k_BGSD: Array
+    v_BGSE: Array
+    rank: int
+    causal: bool
+    offset: int
+    window: int | None
+    starts_B: Array
+    lengths_B: Array
+    segments: tuple[Array, Array] | None
+    mask_BHTS: Array | None
+    bias_BHTS: Array | None
+    alibi_H: Array | None
+    softcap: float | None
+    sinks_H: Array | None
+    scale: float
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+        """B, H, G, T, S, D, E."""
+        B, H, T, D = self.q_BHTD.shape
+        _, G, S, E = self.v_BGSE.shape
+        return B, H, G, T, S, D, E
+
+    @property
+    def accumulator(self) -> np.dtype[Any]:
+        """The type of scores, sums and statistics: float64 for float64 input, float32 for all else."""
+        return np.dtype(np.float64 if self.q_BHTD.dtype == np.float64 else np.float32)
+
+    def head(self, h: int) -> Problem:
+        """The problem of query head h alone, with the key/value head that it reads; views only."""
+        _, H, G, *_ = self.sizes
+        g = h // (H // G)
+        one, kv = slice(h, h + 1), slice(g, g + 1)
+        return dataclasses.replace(
+            self,
+            q_BHTD=self.q_BHTD[:, one],
+            k_BGSD=self.k_BGSD[:, kv],
+            v_BGSE=self.v_BGSE[:, kv],
+            mask_BHTS=None if self.mask_BHTS is None else self.mask_BHTS[:, one],
+            bias_BHTS=None if self.bias_BHTS is None else self.bias_BHTS[:, one],
+            alibi_H=None if self.alibi_H is None else self.alibi_H[one],
+            sinks_H=None if self.sinks_H is None else self.sinks_H[one],
+        )
+
+    def restore(self, array: Array) -> Array:
+        """Give a result with leading axes B and H the rank that the caller's arrays had."""
+        return array.reshape(array.shape[4 - self.rank :])
+
+
+def problem(
+    op: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    offset: int | None,
+    window: int | None,
+    starts: ArrayLike | None,
+    lengths: ArrayLike | None,
+    segments: tuple[ArrayLike, ArrayLike] | None,
+    mask: Array | None,
+    bias: Array | None,
+    alibi: ArrayLike | None,
+    softcap: float | None,
+    sinks: ArrayLike | None,
+    scale: float | None,
+) -> Problem:
+    """Check the arguments of the public function `op` and return them as a `Problem`.
+
+    Raises:
+        TypeError: an argument of the wrong kind or type.
+        ValueError: a shape or a value that does not fit; both name the argument and what was expected.
+    """
+    rank = _check_tensors(op, q, k, v)
+    fill = (None,) * (4 - rank)
+    q_BHTD, k_BGSD, v_BGSE = (array[(*fill, ...)] for array in (q, k, v))
+    B, H, T, D = q_BHTD.shape
+    S = k_BGSD.shape[2]
+    accumulator = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+    if not isinstance(causal, bool | np.bool):
+        raise TypeError(f"{op}: causal must be True or False; got {_kind(causal)}")
+    return Problem(
+        q_BHTD=q_BHTD,
+        k_BGSD=k_BGSD,
+        v_BGSE=v_BGSE,
+        rank=rank,
+        causal=bool(causal),
+        offset=S - T if offset is None else _integer(op, "offset", offset, low=-FARTHEST),
+        window=None if window is None else min(_integer(op, "window", window, low=1), FARTHEST),
+        starts_B=_bounds(op, "starts", starts, B, S, default=0),
+        lengths_B=_bounds(op, "lengths", lengths, B, S, default=S),
+        segments=None if segments is None else _segments(op, segments, rank, (B, T), (B, S)),
+        mask_BHTS=None if mask is None else _mask(op, mask, (B, H, T, S)),
+        bias_BHTS=None if bias is None else _bias(op, bias, (B, H, T, S)),
+        alibi_H=None if alibi is None else _per_head(op, "alibi", alibi, H, accumulator),
+        softcap=None if softcap is None else _softcap(op, softcap),
+        sinks_H=None if sinks is None else _per_head(op, "sinks", sinks, H, accumulator),
+        scale=1 / math.sqrt(D) if scale is None else _number(op, "scale", scale),
+    )
+
+
+def _check_tensors(op: str, q: Array, k: Array, v: Array) -> int:
+    """Check q, k and v against each other and return their rank."""
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        # A masked array would lose its mask without a word.
+        if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+            raise TypeError(f"{op}: {name} must be a NumPy array; got {_kind(array)}")
+        if array.dtype.name not in FLOATS or not array.dtype.isnative:
+            raise TypeError(f"{op}: {name} must be one of {', '.join(FLOATS)}; got {array.dtype}")
+        if array.dtype != q.dtype:
+            raise TypeError(f"{op}: {name} must be {q.dtype} to match q; got {array.dtype}")
+    rank = q.ndim
+    if rank not in {2, 3, 4}:
+        raise ValueError(f"{op}: q must be (B, H, T, D), (H, T, D) or (T, D); got {q.shape}")
+    if 0 in (q.shape[-1], v.shape[-1:][0] if v.ndim else 1):
+        raise ValueError(f"{op}: q and v must be at least 1 wide; got {q.shape} and {v.shape}")
+    width = q.shape[-1]
+    batch = q.shape[: rank - 3] if rank > 2 else ()
+    wanted_k = ", ".join([*map(str, batch), *(["G"] if rank > 2 else []), "S", str(width)])
+    if k.ndim != rank or k.shape[-1] != width or k.shape[: len(batch)] != batch:
+        raise ValueError(f"{op}: k must be ({wanted_k}) to match q {q.shape}; got {k.shape}")
+    wanted_v = ", ".join([*map(str, k.shape[:-1]), "E"])
+    if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"{op}: v must be ({wanted_v}) to match k {k.shape}; got {v.shape}")
+    if rank > 2:
+        heads, kv_heads = q.shape[-3], k.shape[-3]
+        if heads % kv_heads if kv_heads else heads:
+            raise ValueError(f"{op}: q's heads must be a multiple of k's; got {heads} and {kv_heads}")
+    return rank
+
+
+def _bounds(op: str, name: str, given: ArrayLike | None, B: int, S: int, *, default: int) -> Array:
+    if given is None:
+        return np.full(B, default, np.int64)
+    bounds = _integers(op, name, given)
+    if bounds.shape != (B,):
+        raise ValueError(f"{op}: {name} must be ({B},), one number per batch row; got {bounds.shape}")
+    outside = bounds[(bounds < 0) | (bounds > S)]
+    if outside.size:
+        raise ValueError(f"{op}: {name} must lie between 0 and the {S} keys; got {outside[0]}")
+    return bounds.astype(np.int64)
+
+
+def _segments(
+    op: str,
+    given: tuple[ArrayLike, ArrayLike],
+    rank: int,
+    q_shape: tuple[int, int],
+    k_shape: tuple[int, int],
+) -> tuple[Array, Array]:
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise TypeError(f"{op}: segments must be a pair, ids of the queries and of the keys; got {_kind(given)}")
+    pair = []
+    for name, ids, shape in (("queries", given[0], q_shape), ("keys", given[1], k_shape)):
+        array = _integers(op, f"segments of the {name}", ids)
+        if array.shape != shape and not (rank < 4 and array.shape == shape[1:]):
+            raise ValueError(f"{op}: segments of the {name} must be {shape}; got {array.shape}")
+        pair.append(array.reshape(shape))
+    return pair[0], pair[1]
+
+
+def _mask(op: str, given: Array, shape: tuple[int, int, int, int]) -> Array:
+    if not isinstance(given, np.ndarray) or given.dtype != np.bool:
+        raise TypeError(f"{op}: mask must be a boolean NumPy array, True = visible; got {_kind(given)}")
+    return _broadcast(op, "mask", given, shape)
+
+
+def _bias(op: str, given: Array, shape: tuple[int, int, int, int]) -> Array:
+    if not isinstance(given, np.ndarray) or given.dtype.name not in FLOATS:
+        raise TypeError(f"{op}: bias must be a floating NumPy array, added to the scores; got {_kind(given)}")
+    return _broadcast(op, "bias", given, shape)
+
+
+def _broadcast(op: str, name: str, given: Array, shape: tuple[int, int, int, int]) -> Array:
+    if isinstance(given, np.ma.MaskedArray):
+        raise TypeError(f"{op}: {name} must be a plain NumPy array; got {_kind(given)}")
+    fits = given.ndim <= 4 and all(
+        have in {1, want} for have, want in zip(given.shape[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{op}: {name} must broadcast to (B, H, T, S) = {shape}; got {given.shape}")
+    return np.broadcast_to(given, shape)
+
+
+def _per_head(op: str, name: str, given: ArrayLike, H: int, dtype: DTypeLike) -> Array:
+    array = np.asarray(given)
+    if array.dtype.kind not in "iu" and array.dtype.name not in FLOATS:
+        raise TypeError(f"{op}: {name} must be numbers; got {array.dtype}")
+    if array.shape != (H,):
+        raise ValueError(f"{op}: {name} must be ({H},), one number per query head; got {array.shape}")
+    return array.astype(dtype)
+
+
+def _softcap(op: str, given: float) -> float:
+    softcap = _number(op, "softcap", given)
+    if softcap <= 0:
+        raise ValueError(f"{op}: softcap must be greater than 0, or None for no cap; got {given}")
+    return softcap
+
+
+def _number(op: str, name: str, given: float) -> float:
+    if not isinstance(given, numbers.Real | np.floating) or isinstance(given, bool):
+        raise TypeError(f"{op}: {name} must be a number; got {_kind(given)}")
+    if not math.isfinite(given):
+        raise ValueError(f"{op}: {name} must be finite; got {given}")
+    return float(given)
+
+
+def _integer(op: str, name: str, given: int, *, low: int) -> int:
+    if isinstance(given, bool | np.bool):
+        raise TypeError(f"{op}: {name} must be an integer; got {_kind(given)}")
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{op}: {name} must be an integer; got {_kind(given)}") from None
+    if number < low or (name == "offset" and number > FARTHEST):
+        raise ValueError(f"{op}: {name} must be at least {low}; got {number}")
+    return number
+
+
+def _integers(op: str, name: str, given: ArrayLike) -> Array:
+    array = np.asarray(given)
+    if array.dtype.kind not in "iu" and array.size:
+        raise TypeError(f"{op}: {name} must be integers; got {array.dtype}")
+    return array if array.dtype.kind in "iu" else array.astype(np.int64)
+
+
+def _kind(given: object) -> str:
+    """What came, in a few words: an array by type and shape, a plain value by its text, all else by class."""
+    if isinstance(given, np.ndarray):
+        return f"{type(given).__name__} of {given.dtype} {given.shape}"
+    if given is None or isinstance(given, str | int | float | bool):
+        return repr(given)
+    return f"{type(given).__module__}.{type(given).__qualname__}"
+
+
+def indices(op: str, name: str, given: int | Sequence[int] | Array, count: int) -> Array:
+    """Check positions on an axis of `count` entries; negative ones count from its end. Returns them >= 0."""
+    array = np.atleast_1d(_integers(op, name, given)).astype(np.int64)
+    if array.ndim != 1:
+        raise ValueError(f"{op}: {name} must be a number or a flat list of them; got shape {array.shape}")
+    outside = array[(array < -count) | (array >= count)]
+    if outside.size:
+        raise ValueError(f"{op}: {name} must lie between {-count} and {count - 1}; got {outside[0]}")
+    return np.where(array < 0, array + count, array)
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """What `look` keeps besides the output: `top` keys per row, column sums, pooled mass. Make it with `watch`."""
+
+    top: int
+    received: bool
+    pooled: tuple[int, int] | None
+
+
+def watch(op: str, top: int, received: bool, pooled: tuple[int, int] | None) -> Watch:
+    """Check what the public function `op` was asked to keep."""
+    if not isinstance(received, bool | np.bool):
+        raise TypeError(f"{op}: received must be True or False; got {_kind(received)}")
+    if pooled is not None:
+        if not isinstance(pooled, tuple | list) or len(pooled) != 2:
+            raise TypeError(f"{op}: pooled must be a pair (query blocks, key blocks); got {_kind(pooled)}")
+        pooled = (
+            _integer(op, "pooled's query blocks", pooled[0], low=1),
+            _integer(op, "pooled's key blocks", pooled[1], low=1),
+        )
+    return Watch(_integer(op, "top", top, low=0), bool(received), pooled)
