@@ -1,0 +1,1 @@
+"""A whole language model on regardant's attention: load one, run it, generate, look inside."""
