@@ -1,6 +1,7 @@
 """Causal attention that you can see: exact, fast, from one NumPy head to a whole language model.
 
-Importing this package imports NumPy alone; `load` brings in what language models need (extra `lm`) when called.
+Importing this package imports NumPy alone; `load` brings in what language models need (extra `lm`) when it
+is called.
 """
 
 from __future__ import annotations

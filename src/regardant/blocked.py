@@ -1,11 +1,11 @@
-"""Causal attention block by block: the same numbers as the definition, without ever holding the T × S matrix.
+"""Causal attention block by block: the definition's numbers without ever holding the T × S matrix.
 
 A tile of scores at a time is made, used and forgotten. What makes that possible is the recurrence of online
-softmax: a row's maximum m, its denominator l = Σ e^(s−m) and its numerator n = Σ e^(s−m)·v can be carried over
-from tile to tile, because raising m to m' only multiplies l and n by e^(m−m'). It stands in `_Rows.take`.
+softmax: a row's maximum m, its denominator l = Σ e^(s−m) and its numerator n = Σ e^(s−m)·v can be carried
+over from tile to tile, because raising m to m' only multiplies l and n by e^(m−m'). It stands in `_Rows.take`.
 
-Tiles that causality, window, padding or document ids make invisible are skipped from the options; a dense mask or
-bias is read tile by tile. Memory beyond inputs and outputs is a few tiles, whatever T and S are.
+Tiles that causality, window or padding make invisible are skipped from the options; a dense mask or bias is
+read tile by tile. Memory beyond inputs and outputs is a few tiles, whatever T and S are.
 
 Looking happens inside the same pass and never touches the numbers that become the output.
 
@@ -36,9 +36,9 @@ KEYS = 256
 def attend(problem: Problem, watch: Watch | None = None) -> dict[str, Array]:
     """Output and lse of a problem and, with `watch`, what was to be kept.
 
-    Memory beyond the results: tiles of at most about 2**18 scores (more only if the heads are more than that).
+    Memory beyond the results: a few tiles, each of about 2**18 scores.
     """
-    B, H, G, T, _, _, E = problem.sizes
+    B, H, _, T, _, _, E = problem.sizes
     dtype = problem.accumulator
     seen = {
         "out": np.zeros((B, H, T, E), problem.q_BHTD.dtype),
@@ -66,7 +66,6 @@ def attend(problem: Problem, watch: Watch | None = None) -> dict[str, Array]:
                 seen[name][b, :, t] = part.reshape(H, *part.shape[2:])
         if watch is not None and (watch.received or watch.pooled):
             seen |= _column_sums(problem, seen["lse"], watch)
-    del G
     return seen
 
 
@@ -85,7 +84,7 @@ class _Rows:
         self.top = _Top(shape, watch.top, problem.accumulator) if watch is not None and watch.top else None
 
     def take(self, s_GRts: Array, visible: Array | None, v_GsE: Array, first: int) -> None:
-        """Fold in one tile: scores (hidden ones −∞; overwritten), their visibility (None: all), values, first key."""
+        """Fold in one tile: its scores (hidden ones −∞; overwritten), visibility (None: all), values, first key."""
         if self.top is not None:
             self.top.take(s_GRts, first)
         m_GRt = np.maximum(self.m_GRt, s_GRts.max(axis=-1))
@@ -103,7 +102,7 @@ class _Rows:
         self.m_GRt = m_GRt
 
     def _weigh(self, p_GRts: Array, s_GRts: Array, base_GRt: Array, fade_GRt: Array) -> None:
-        """Carry Σ e^(s−m)·(s−m): raising m to m' adds (m−m') times the old denominator. `s` is overwritten."""
+        """Carry Σ e^(s−m)·(s−m): raising m to m' adds (m−m')·l_old first. Overwrites the scores."""
         rise_GRt = np.where(self.m_GRt == -np.inf, 0, self.m_GRt - base_GRt)
         np.maximum(s_GRts, np.finfo(s_GRts.dtype).min, out=s_GRts)  # 0 · −∞ would be NaN; 0 · a number is 0
         self.w_GRt = fade_GRt * (self.w_GRt + rise_GRt * self.l_GRt) + np.vecdot(p_GRts, s_GRts)
@@ -111,24 +110,19 @@ class _Rows:
     def finish(self) -> dict[str, Array]:
         """The rows' results, axes (G, R, t, …). Rows that saw nothing: out 0, lse −∞, weights 0."""
         live_GRt = self.m_GRt != -np.inf
-        peak_GRt, l_GRt, fade_GRt = self.m_GRt, self.l_GRt, None
+        lse_GRt = self.m_GRt + np.log(self.l_GRt)
+        total_GRt = np.where(live_GRt, self.l_GRt, 1)
         if self.sinks_GR1 is not None:  # a sink joins the denominator, and no value comes with it
-            peak_GRt = np.maximum(self.m_GRt, self.sinks_GR1)
-            fade_GRt = np.exp(np.where(live_GRt, self.m_GRt - peak_GRt, 0))
-            l_GRt = l_GRt * fade_GRt + np.exp(self.sinks_GR1 - peak_GRt)
-        lse_GRt = np.where(live_GRt, peak_GRt + np.log(l_GRt), -np.inf)
-        factor_GRt = np.where(live_GRt, 1 if fade_GRt is None else fade_GRt, 0) / np.where(live_GRt, l_GRt, 1)
-        seen = {
-            "out": np.where(live_GRt[..., None], self.n_GRtE * factor_GRt[..., None], 0),
-            "lse": lse_GRt,
-        }
+            lse_GRt = np.where(live_GRt, np.logaddexp(lse_GRt, self.sinks_GR1), -np.inf)
+            total_GRt = np.where(live_GRt, total_GRt + np.exp(self.sinks_GR1 - self.m_GRt), 1)
+        seen = {"out": self.n_GRtE / total_GRt[..., None], "lse": lse_GRt}
         if self.watching:
-            seen |= self._observed(live_GRt, lse_GRt, factor_GRt)
+            seen |= self._observed(live_GRt, lse_GRt, total_GRt)
         return seen
 
-    def _observed(self, live_GRt: Array, lse_GRt: Array, factor_GRt: Array) -> dict[str, Array]:
-        """H = −Σ a log a = Σ a·(lse − m) − Σ a·(s − m), and the sink, where there is one, as one more outcome."""
-        entropy_GRt = factor_GRt * ((lse_GRt - self.m_GRt) * self.l_GRt - self.w_GRt)
+    def _observed(self, live_GRt: Array, lse_GRt: Array, total_GRt: Array) -> dict[str, Array]:
+        """H = −Σ a log a = Σ a·(lse − m) − Σ a·(s − m), and the sink, if there is one, as one more outcome."""
+        entropy_GRt = ((lse_GRt - self.m_GRt) * self.l_GRt - self.w_GRt) / total_GRt
         sink_GRt = np.zeros_like(lse_GRt)
         if self.sinks_GR1 is not None:
             log_sink_GRt = np.where(live_GRt, np.minimum(self.sinks_GR1 - lse_GRt, 0), -np.inf)
@@ -155,44 +149,36 @@ class _Top:
 
     def take(self, s_GRts: Array, first: int) -> None:
         """Merge a tile in. Only rows whose largest score beats their K-th so far have anything to do."""
-        K = self.keys.shape[-1]
-        new = ~(s_GRts.max(axis=-1) <= self.scores[..., -1])  # written so that NaN counts as new
-        if not new.any():
+        largest_GRt = np.take_along_axis(s_GRts, s_GRts.argmax(axis=-1)[..., None], axis=-1)[..., 0]
+        new_GRt = ~(largest_GRt <= self.scores[..., -1])  # written so that NaN counts as new
+        if not new_GRt.any():
             return
-        s_Ns = s_GRts[new]
-        keys_NK, scores_NK = _largest(s_Ns, K)
+        K = self.keys.shape[-1]
+        keys_NK, scores_NK = _largest(s_GRts[new_GRt], K, least_N=self.scores[new_GRt][:, -1])
         # What is kept comes first: a stable sort then prefers the earlier key among equals.
-        scores_N2K = np.concatenate([self.scores[new], scores_NK], axis=-1)
-        keys_N2K = np.concatenate([self.keys[new], np.where(keys_NK < 0, -1, keys_NK + first)], axis=-1)
+        keys_N2K = np.concatenate([self.keys[new_GRt], np.where(keys_NK < 0, -1, keys_NK + first)], axis=-1)
+        scores_N2K = np.concatenate([self.scores[new_GRt], scores_NK], axis=-1)
         order_NK = np.argsort(-scores_N2K, axis=-1, kind="stable")[:, :K]
-        self.scores[new] = np.take_along_axis(scores_N2K, order_NK, axis=-1)
-        self.keys[new] = np.take_along_axis(keys_N2K, order_NK, axis=-1)
+        self.keys[new_GRt] = np.take_along_axis(keys_N2K, order_NK, axis=-1)
+        self.scores[new_GRt] = np.take_along_axis(scores_N2K, order_NK, axis=-1)
 
 
-def _largest(s_Ns: Array, K: int) -> tuple[Array, Array]:
-    """Indices and values of the K largest of each row, stably ordered; −1 and −∞ where fewer are visible.
+def _largest(s_Ns: Array, K: int, least_N: Array) -> tuple[Array, Array]:
+    """Indices and values of the K largest of each row, in order; −1 and −∞ where fewer, or none above `least`.
 
-    The rows are cut into groups; the K largest must lie in the K groups with the largest maxima, so that all
-    but those groups are looked at once only.
+    One arg max after another: it is the one search that NumPy vectorises, and it finds the first among equals.
     """
-    N, s = s_Ns.shape
-    group = max(1, int(np.sqrt(s / max(K, 1))))
-    groups = -(-s // group)
-    if groups > K:
-        padded = np.full((N, groups * group), -np.inf, s_Ns.dtype)
-        padded[:, :s] = s_Ns
-        grouped = padded.reshape(N, groups, group)
-        chosen_NK = np.sort(np.argsort(-grouped.max(axis=-1), axis=-1, kind="stable")[:, :K], axis=-1)
-        keys = (chosen_NK[..., None] * group + np.arange(group)).reshape(N, -1)
-        values = np.take_along_axis(grouped, chosen_NK[..., None], axis=1).reshape(N, -1)
-    else:
-        keys, values = np.broadcast_to(np.arange(s), s_Ns.shape), s_Ns
-    order = np.argsort(-values, axis=-1, kind="stable")[:, :K]
-    scores_NK = np.full((N, K), -np.inf, s_Ns.dtype)
-    keys_NK = np.full((N, K), -1, np.int64)
-    kept = order.shape[-1]
-    scores_NK[:, :kept] = np.take_along_axis(values, order, axis=-1)
-    keys_NK[:, :kept] = np.where(scores_NK[:, :kept] == -np.inf, -1, np.take_along_axis(keys, order, axis=-1))
+    keys_NK = np.full((len(s_Ns), K), -1, np.int64)
+    scores_NK = np.full((len(s_Ns), K), -np.inf, s_Ns.dtype)
+    at_N = np.arange(len(s_Ns))
+    for i in range(min(K, s_Ns.shape[-1])):
+        key_N = s_Ns.argmax(axis=-1)
+        score_N = s_Ns[at_N, key_N]
+        if (score_N <= least_N).all():
+            break
+        keys_NK[:, i] = np.where(score_N == -np.inf, -1, key_N)
+        scores_NK[:, i] = score_N
+        s_Ns[at_N, key_N] = -np.inf
     return keys_NK, scores_NK
 
 
@@ -202,7 +188,7 @@ def _mix(p_GRts: Array, v_GsE: Array, visible: Array | None) -> Array:
     p_GNs = p_GRts.reshape(G, R * t, s)
     if visible is None or np.isfinite(v_GsE).all():
         return (p_GNs @ v_GsE).reshape(G, R, t, -1)
-    finite_s = np.isfinite(v_GsE).all(axis=(0, -1))
+    finite_s: Array = np.all(np.isfinite(v_GsE), axis=(0, -1))
     n_GRtE = (p_GNs @ np.where(finite_s[:, None], v_GsE, 0)).reshape(G, R, t, -1)
     visible_GRts = np.broadcast_to(visible, p_GRts.shape)
     for j in np.flatnonzero(~finite_s):
@@ -210,7 +196,9 @@ def _mix(p_GRts: Array, v_GsE: Array, visible: Array | None) -> Array:
     return n_GRtE
 
 
-def _scores(problem: Problem, b: int, q_GNd: Array, t: slice | Array, s: slice) -> tuple[Array, Array | None] | None:
+def _scores(
+    problem: Problem, b: int, q_GNd: Array, t: slice | Array, s: slice
+) -> tuple[Array, Array | None] | None:
     """One tile: scores (G, R, t, s) with −∞ where hidden, and the visibility, None where all is visible.
 
     The tile itself is None if nothing in it is visible. `t` are the queries' indices, `s` a slice of keys.
@@ -239,7 +227,7 @@ def _scores(problem: Problem, b: int, q_GNd: Array, t: slice | Array, s: slice) 
 
 def _visible(problem: Problem, b: int, t: slice | Array, s: slice, p_t1: Array, j_s: Array) -> Array | None:
     """Which of a tile's scores count, broadcastable to (G, R, t, s); None if all do."""
-    _, H, G, *_ = problem.sizes
+    _, _, G, *_ = problem.sizes
     conditions = []
     if problem.causal:
         conditions.append(j_s <= p_t1)
@@ -260,7 +248,6 @@ def _visible(problem: Problem, b: int, t: slice | Array, s: slice, p_t1: Array, 
     visible = partial[0]
     for condition in partial[1:]:
         visible = visible & condition
-    del H
     return visible
 
 
@@ -271,7 +258,7 @@ def _per_head(tile_Hts: Array, G: int) -> Array:
 def _queries(problem: Problem, b: int, t: slice | Array) -> Array:
     """The queries `t` of one batch row, scaled, the heads that share keys folded into rows: (G, R·t, D)."""
     _, H, G, _, _, D, _ = problem.sizes
-    q_HtD = problem.q_BHTD[b][:, t].astype(problem.accumulator)
+    q_HtD: Array = problem.q_BHTD[b][:, t].astype(problem.accumulator)
     q_HtD *= problem.accumulator.type(problem.scale)
     return q_HtD.reshape(G, H // G * q_HtD.shape[1], D)
 
@@ -330,7 +317,7 @@ def _column_sums(problem: Problem, lse_BHT: Array, watch: Watch) -> dict[str, Ar
                 columns, column_starts = np.unique(column_S[s], return_index=True)
                 blocks = np.add.reduceat(a_Hts.astype(np.float64), row_starts, axis=-2)
                 pooled[b][:, rows[:, None], columns] += np.add.reduceat(blocks, column_starts, axis=-1)
-    seen = {}
+    seen: dict[str, Array] = {}
     if watch.received:
         seen["received"] = received.astype(problem.accumulator)
     if watch.pooled is not None:
@@ -348,7 +335,7 @@ def _weights(s_GRts: Array, visible: Array | None, lse_Ht: Array) -> Array:
     """Finished weights e^(s − lse) of one tile, (H, t, s); hidden ones and rows that see nothing are 0."""
     G, R, t, s = s_GRts.shape
     lse_GRt = lse_Ht.reshape(G, R, t)
-    a_GRts = np.exp(s_GRts - np.where(lse_GRt == -np.inf, 0, lse_GRt)[..., None])
+    a_GRts: Array = np.exp(s_GRts - np.where(lse_GRt == -np.inf, 0, lse_GRt)[..., None])
     if visible is not None:
         np.copyto(a_GRts, 0, where=~visible)
     return a_GRts.reshape(G * R, t, s)

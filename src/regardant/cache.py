@@ -9,12 +9,7 @@ D key width, E value width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    import numpy as np
+from typing import Any
 
 
 class KVCache:
@@ -32,7 +27,7 @@ class KVCache:
         key_width: int,
         value_width: int | None = None,
         *,
-        like: Any,  # noqa: ANN401 - any array: it lends its namespace, type and device
+        like: Any,
     ) -> None:
         """Make room for `capacity` positions in arrays like `like` (its namespace, dtype and device).
 
@@ -63,7 +58,7 @@ class KVCache:
         layers, batch, kv_heads, capacity, width = self._k_LBGSD.shape
         return f"KVCache({layers=}, {batch=}, {kv_heads=}, {capacity=}, {width=}, length={self.length})"
 
-    def write(self, layer: int, k_BGTD: Any, v_BGTE: Any) -> tuple[Any, Any]:  # noqa: ANN401 - arrays of any namespace
+    def write(self, layer: int, k_BGTD: Any, v_BGTE: Any) -> tuple[Any, Any]:
         """Put a layer's new keys and values behind the past, without advancing.
 
         Args:
@@ -94,9 +89,8 @@ class KVCache:
             ValueError: a negative count, or more than the capacity holds.
         """
         if count < 0 or self.length + count > self.capacity:
-            raise ValueError(
-                f"KVCache: count must lie between 0 and the {self.capacity - self.length} free positions; got {count}"
-            )
+            free = self.capacity - self.length
+            raise ValueError(f"KVCache: count must lie between 0 and the {free} free positions; got {count}")
         self.length += count
 
     def truncate(self, length: int) -> None:
@@ -110,8 +104,8 @@ class KVCache:
         self.length = length
 
 
-def _namespace(array: Any) -> ModuleType | np.ndarray[Any, Any] | Any:  # noqa: ANN401 - a namespace, of whichever library
-    """The array's own namespace; torch tensors, which do not name theirs, get it from array-api-compat."""
+def _namespace(array: Any) -> Any:
+    """The array's own namespace; torch tensors, which name none, get theirs from array-api-compat."""
     try:
         return array.__array_namespace__()
     except AttributeError:

@@ -48,12 +48,14 @@ class Look:
     sink_weight: Array
     top_keys: Array
     top_weights: Array
-    received: Array | None
-    pooled: Array | None
     _problem: Problem = dataclasses.field(repr=False)
     _rows: Callable[[Problem, Array, Array, Array], Array] = dataclasses.field(repr=False)
+    received: Array | None = None
+    pooled: Array | None = None
 
-    def rows(self, queries: int | Sequence[int] | Array, heads: int | Sequence[int] | Array | None = None) -> Array:
+    def rows(
+        self, queries: int | Sequence[int] | Array, heads: int | Sequence[int] | Array | None = None
+    ) -> Array:
         """Exact weights of chosen queries over all keys, computed now from q, k and lse.
 
         Args:

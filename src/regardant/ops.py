@@ -197,7 +197,7 @@ def look(
     Raises:
         TypeError, ValueError: as `attention`.
     """
-    watch = problems.watch("look", top, received, pooled)
+    watch = problems.watch("look", top=top, received=received, pooled=pooled)
     checked = problems.problem(
         "look",
         q,
@@ -218,9 +218,4 @@ def look(
     )
     chosen = implementation("look", impl)
     seen = {name: checked.restore(array) for name, array in chosen.attend(checked, watch).items()}
-    return Look(
-        **{name: seen.get(name) for name in ("received", "pooled")},
-        **{name: array for name, array in seen.items() if name not in {"received", "pooled"}},
-        _problem=checked,
-        _rows=chosen.rows,
-    )
+    return Look(**seen, _problem=checked, _rows=chosen.rows)

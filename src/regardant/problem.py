@@ -137,7 +137,8 @@ def problem(
         v_BGSE=v_BGSE,
         rank=rank,
         causal=bool(causal),
-        offset=S - T if offset is None else _integer(op, "offset", offset, low=-FARTHEST),
+        # Farther away than every key is as far as any: clipped, so that positions stay within int64.
+        offset=S - T if offset is None else min(_integer(op, "offset", offset, low=-FARTHEST), FARTHEST),
         window=None if window is None else min(_integer(op, "window", window, low=1), FARTHEST),
         starts_B=_bounds(op, "starts", starts, B, S, default=0),
         lengths_B=_bounds(op, "lengths", lengths, B, S, default=S),
@@ -152,7 +153,7 @@ def problem(
 
 
 def _check_tensors(op: str, q: Array, k: Array, v: Array) -> int:
-    """Check q, k and v against each other and return their rank."""
+    """Check q, k and v, each and against each other, and return their rank."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         # A masked array would lose its mask without a word.
         if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
@@ -164,9 +165,14 @@ def _check_tensors(op: str, q: Array, k: Array, v: Array) -> int:
     rank = q.ndim
     if rank not in {2, 3, 4}:
         raise ValueError(f"{op}: q must be (B, H, T, D), (H, T, D) or (T, D); got {q.shape}")
-    if 0 in (q.shape[-1], v.shape[-1:][0] if v.ndim else 1):
+    _check_shapes(op, q, k, v)
+    return rank
+
+
+def _check_shapes(op: str, q: Array, k: Array, v: Array) -> None:
+    rank, width = q.ndim, q.shape[-1]
+    if 0 in {width, *v.shape[-1:]}:
         raise ValueError(f"{op}: q and v must be at least 1 wide; got {q.shape} and {v.shape}")
-    width = q.shape[-1]
     batch = q.shape[: rank - 3] if rank > 2 else ()
     wanted_k = ", ".join([*map(str, batch), *(["G"] if rank > 2 else []), "S", str(width)])
     if k.ndim != rank or k.shape[-1] != width or k.shape[: len(batch)] != batch:
@@ -178,7 +184,6 @@ def _check_tensors(op: str, q: Array, k: Array, v: Array) -> int:
         heads, kv_heads = q.shape[-3], k.shape[-3]
         if heads % kv_heads if kv_heads else heads:
             raise ValueError(f"{op}: q's heads must be a multiple of k's; got {heads} and {kv_heads}")
-    return rank
 
 
 def _bounds(op: str, name: str, given: ArrayLike | None, B: int, S: int, *, default: int) -> Array:
@@ -201,7 +206,9 @@ def _segments(
     k_shape: tuple[int, int],
 ) -> tuple[Array, Array]:
     if not isinstance(given, tuple | list) or len(given) != 2:
-        raise TypeError(f"{op}: segments must be a pair, ids of the queries and of the keys; got {_kind(given)}")
+        raise TypeError(
+            f"{op}: segments must be a pair, ids of the queries and of the keys; got {_kind(given)}"
+        )
     pair = []
     for name, ids, shape in (("queries", given[0], q_shape), ("keys", given[1], k_shape)):
         array = _integers(op, f"segments of the {name}", ids)
@@ -265,7 +272,7 @@ def _integer(op: str, name: str, given: int, *, low: int) -> int:
         number = operator.index(given)
     except TypeError:
         raise TypeError(f"{op}: {name} must be an integer; got {_kind(given)}") from None
-    if number < low or (name == "offset" and number > FARTHEST):
+    if number < low:
         raise ValueError(f"{op}: {name} must be at least {low}; got {number}")
     return number
 
@@ -306,7 +313,7 @@ class Watch:
     pooled: tuple[int, int] | None
 
 
-def watch(op: str, top: int, received: bool, pooled: tuple[int, int] | None) -> Watch:
+def watch(op: str, *, top: int, received: bool, pooled: tuple[int, int] | None) -> Watch:
     """Check what the public function `op` was asked to keep."""
     if not isinstance(received, bool | np.bool):
         raise TypeError(f"{op}: received must be True or False; got {_kind(received)}")

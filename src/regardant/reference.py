@@ -42,7 +42,7 @@ def causal_attention(x_TC: Array, wq_CD: Array, wk_CD: Array, wv_CE: Array) -> A
     wide = np.promote_types(x_TC.dtype, np.float32)
     q_TD, k_TD, v_TE = (x_TC.astype(wide) @ w.astype(wide) for w in (wq_CD, wk_CD, wv_CE))
     s_TT = q_TD @ k_TD.T / math.sqrt(q_TD.shape[-1])
-    past_TT = np.tri(len(x_TC), dtype=np.bool)
+    past_TT = np.tril(np.ones(s_TT.shape, np.bool))
     s_TT = np.where(past_TT, s_TT, -np.inf)
     a_TT = np.exp(s_TT - s_TT.max(axis=-1, keepdims=True, initial=-np.inf))
     a_TT /= a_TT.sum(axis=-1, keepdims=True)
@@ -86,7 +86,9 @@ def multi_head_attention(
         ("wo", wo_HEC.shape[0], heads),
     ):
         if columns % parts:
-            raise ValueError(f"multi_head_attention: {name} must divide into {parts} heads; got {columns} wide")
+            raise ValueError(
+                f"multi_head_attention: {name} must divide into {parts} heads; got {columns} wide"
+            )
     wq, wo = np.split(wq_CHD, heads, axis=-1), np.split(wo_HEC, heads, axis=0)
     wk, wv = np.split(wk_CGD, kv_heads, axis=-1), np.split(wv_CGE, kv_heads, axis=-1)
     group = heads // kv_heads
@@ -96,7 +98,7 @@ def multi_head_attention(
 
 def mix(a_TS: Array, v_SE: Array, visible_TS: Array) -> Array:
     """Σ_j a_ij v_j over the visible keys only: 0 · NaN of a hidden value must not reach the sum."""
-    finite_S = np.isfinite(v_SE).all(axis=-1)
+    finite_S: Array = np.all(np.isfinite(v_SE), axis=-1)
     out_TE = a_TS @ np.where(finite_S[:, None], v_SE, 0)
     for j in np.flatnonzero(~finite_S):
         with np.errstate(invalid="ignore"):
