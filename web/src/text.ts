@@ -1,0 +1,180 @@
+// The text as tokens: one isolated inline element each, the selected one outlined, its sources shaded.
+
+import type { Data } from "./data";
+import { clamp, make } from "./dom";
+import { isRightToLeft, readable, split } from "./pieces";
+import { shade, type Source } from "./shares";
+
+export class TokenText {
+  readonly shown: string[];
+  private readonly elements: HTMLElement[] = [];
+  private shaded: HTMLElement[] = [];
+  private ticks: HTMLElement[] = [];
+  private selected: HTMLElement | null = null;
+  private pointed: HTMLElement | null = null;
+
+  constructor(
+    data: Data,
+    private readonly root: HTMLElement,
+    private readonly scroller: HTMLElement,
+    private readonly rail: HTMLElement,
+    private readonly frame: HTMLElement,
+  ) {
+    this.shown = data.texts.map((text, i) => readable(text, data.ids[i] ?? 0));
+    if (isRightToLeft(data.texts)) root.dir = "rtl";
+    if (data.texts.length <= 120) root.classList.add("short");
+    this.fill();
+    scroller.addEventListener("scroll", () => this.placeFrame(), { passive: true });
+    new ResizeObserver(() => this.placeTicks()).observe(scroller);
+    rail.addEventListener("pointerdown", (event) => this.scrollTo(event));
+    rail.addEventListener("pointermove", (event) => event.buttons === 1 && this.scrollTo(event));
+  }
+
+  /** A new paragraph begins after every token that ends a line. */
+  private fill(): void {
+    const all = document.createDocumentFragment();
+    let paragraph = make("div", "p");
+    this.shown.forEach((shown, i) => {
+      const [lead, core] = split(shown);
+      if (lead !== "") paragraph.append(lead);
+      const element = make("bdi", /^[\u2400-\u2421\u23ce\u2192\u00b7]+$/.test(core) ? "t sign" : "t");
+      element.textContent = core.replace(/\u23ce(?![\u23ce]|$)/g, "\u23ce\n");
+      element.id = `t${i}`;
+      element.setAttribute("role", "option");
+      element.setAttribute("aria-selected", "false");
+      this.elements.push(element);
+      paragraph.append(element);
+      if (core.endsWith("\u23ce")) {
+        if (core.endsWith("\u23ce\u23ce")) paragraph.classList.add("gap");
+        all.append(paragraph);
+        paragraph = make("div", "p");
+      }
+    });
+    all.append(paragraph);
+    this.root.append(all);
+  }
+
+  get length(): number {
+    return this.elements.length;
+  }
+
+  element(token: number): HTMLElement | undefined {
+    return this.elements[token];
+  }
+
+  /** The token that a node lies in, or null. */
+  tokenAt(target: EventTarget | null): number | null {
+    const element = target instanceof Element ? target.closest(".t") : null;
+    return element !== null && this.root.contains(element) ? Number(element.id.slice(1)) : null;
+  }
+
+  /** The token's text with a little of what stands around it. */
+  context(token: number, reach: number): [string, string, string] {
+    let before = "";
+    for (let i = token - 1; i >= 0 && before.length < reach; i--) before = this.shown[i]! + before;
+    let after = "";
+    for (let i = token + 1; i < this.length && after.length < reach; i++) after += this.shown[i]!;
+    const [lead, core] = split(this.shown[token]!);
+    return [(before + lead).slice(-reach), core, after.slice(0, reach)];
+  }
+
+  select(token: number): void {
+    if (this.selected !== null) {
+      this.selected.setAttribute("aria-selected", "false");
+      this.selected.parentElement?.classList.remove("here");
+    }
+    const element = this.elements[token]!;
+    element.setAttribute("aria-selected", "true");
+    element.parentElement?.classList.add("here");
+    this.root.setAttribute("aria-activedescendant", element.id);
+    this.selected = element;
+  }
+
+  /** Shades the sources relative to `largest`; the first token gets a dashed outline when it is left out. */
+  paint(sources: Source[], largest: number, leaveFirst: boolean): void {
+    for (const element of this.shaded) {
+      element.classList.remove("s", "left-out");
+      element.style.removeProperty("--u");
+    }
+    this.shaded = [];
+    for (const source of sources) {
+      const element = this.elements[source.token];
+      if (element === undefined) continue;
+      if (source.token === 0 && leaveFirst) element.classList.add("left-out");
+      else {
+        element.classList.add("s");
+        element.style.setProperty("--u", shade(source.weight, largest).toFixed(4));
+      }
+      this.shaded.push(element);
+    }
+    this.placeTicks();
+  }
+
+  point(token: number | null): void {
+    this.pointed?.classList.remove("hot");
+    this.pointed = token === null ? null : (this.elements[token] ?? null);
+    this.pointed?.classList.add("hot");
+  }
+
+  /** Brings a token into the middle of the pane when it is out of sight. */
+  reveal(token: number): void {
+    const element = this.elements[token];
+    if (element === undefined || this.scroller.scrollHeight <= this.scroller.clientHeight) return;
+    const pane = this.scroller.getBoundingClientRect();
+    const box = element.getBoundingClientRect();
+    if (box.top >= pane.top + 24 && box.bottom <= pane.bottom - 24) return;
+    this.scroller.scrollTop += box.top - pane.top - pane.height / 2;
+  }
+
+  /** The token nearest above (-1) or below (1) in the neighbouring line. */
+  inNextLine(token: number, step: -1 | 1): number {
+    const start = this.elements[token]!.getBoundingClientRect();
+    const middle = (box: DOMRect): number => (box.left + box.right) / 2;
+    let best = token;
+    let distance = Infinity;
+    let line: number | null = null;
+    for (let i = token + step; i >= 0 && i < this.length; i += step) {
+      const box = this.elements[i]!.getBoundingClientRect();
+      if (Math.abs(box.top - start.top) < start.height / 2) continue;
+      line ??= box.top;
+      if (Math.abs(box.top - line) >= start.height / 2) break;
+      const away = Math.abs(middle(box) - middle(start));
+      if (away < distance) [best, distance] = [i, away];
+    }
+    return best;
+  }
+
+  /** Marks beside the text where the selected token and its sources lie in a text that is too long to see. */
+  private placeTicks(): void {
+    const whole = this.scroller.scrollHeight;
+    const scrolls = whole > this.scroller.clientHeight + 1;
+    this.rail.classList.toggle("idle", !scrolls);
+    this.ticks.forEach((tick) => tick.remove());
+    this.ticks = [];
+    if (!scrolls || this.selected === null) return;
+    const top = this.scroller.getBoundingClientRect().top - this.scroller.scrollTop;
+    const add = (element: HTMLElement, className: string): void => {
+      const box = element.getBoundingClientRect();
+      const tick = make("i", className);
+      tick.style.top = `${((box.top + box.height / 2 - top) / whole) * 100}%`;
+      tick.style.setProperty("--u", element.style.getPropertyValue("--u"));
+      this.ticks.push(tick);
+    };
+    for (const element of [...this.shaded].reverse()) if (element.classList.contains("s")) add(element, "tick");
+    add(this.selected, "tick me");
+    this.rail.append(...this.ticks);
+    this.placeFrame();
+  }
+
+  private placeFrame(): void {
+    const { scrollTop, scrollHeight, clientHeight } = this.scroller;
+    this.frame.style.top = `${(scrollTop / scrollHeight) * 100}%`;
+    this.frame.style.height = `${(clientHeight / scrollHeight) * 100}%`;
+  }
+
+  private scrollTo(event: PointerEvent): void {
+    const box = this.rail.getBoundingClientRect();
+    const part = clamp((event.clientY - box.top) / box.height, 0, 1);
+    this.scroller.scrollTop = part * this.scroller.scrollHeight - this.scroller.clientHeight / 2;
+  }
+}
