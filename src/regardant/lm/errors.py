@@ -14,3 +14,11 @@ class UserError(ValueError):
 
 class ContextError(UserError):
     """The text has more tokens than the model has positions for."""
+
+
+class LoadError(UserError):
+    """A model's files are missing, damaged, or hold something that is not implemented."""
+
+
+class FetchError(UserError):
+    """A model could not be fetched, or the fetched copy is not what it should be."""

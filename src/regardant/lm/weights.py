@@ -1,0 +1,109 @@
+"""What every checkpoint format shares: checking names and shapes, and widening tensors on several threads.
+
+Weights are a plain mapping from Hugging Face names to NumPy arrays, float32 or float64. A format says which
+tensors it holds (`check`, before anything is read) and gives, for each that cannot be used where it lies in the
+mapped file, the jobs that fill an array with it (`run`). Refused: a checkpoint that lacks a tensor, holds one
+of another shape, or holds one that the model would not use, for then it is some other model.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from regardant.lm.errors import LoadError, UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Weights: TypeAlias = "dict[str, NDArray[Any]]"
+Shape: TypeAlias = tuple[int, ...]
+Progress: TypeAlias = Callable[[int, int, str], None]
+"""Called with (bytes done, bytes in all, what is being done); a total of 0 means that it is not known."""
+
+# Elements widened at a time: a megabyte of float32 stays in a core's second-level cache between the steps.
+CHUNK = 1 << 18
+
+# Threads beyond this only wait for memory.
+_MOST_THREADS = 8
+
+# Names a sentence lists before it says "and n more".
+_LISTED = 4
+
+
+def float_type(dtype: object) -> np.dtype[Any]:
+    """Give the NumPy type that weights are widened to.
+
+    Raises:
+        UserError: anything but float32 and float64.
+    """
+    # Compared by name first: NumPy would take None for float64.
+    if dtype is not None:
+        try:
+            found = np.dtype(dtype)  # type: ignore[call-overload]  # anything at all may have been given
+        except TypeError:
+            found = None
+        if found in {np.dtype(np.float32), np.dtype(np.float64)}:
+            return found
+    raise UserError(f'load: dtype must be "float32" or "float64"; got {dtype!r}')
+
+
+def check(where: str, found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
+    """Compare the tensors of a checkpoint to what the model's configuration asks for.
+
+    Raises:
+        LoadError: names everything that is missing, of another shape, or not used by the model.
+    """
+    missing = [f"{name} {_text(shape)}" for name, shape in expected.items() if name not in found]
+    reshaped = [
+        f"{name} {_text(found[name])}, not {_text(shape)}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    unused = [f"{name} {_text(shape)}" for name, shape in found.items() if name not in expected]
+    faults = [
+        ("lacks", missing),
+        ("has in another shape", reshaped),
+        ("has but the model does not use", unused),
+    ]
+    sentence = "; ".join(f"{verb} {_some(names)}" for verb, names in faults if names)
+    if sentence:
+        raise LoadError(f"{where}: does not fit its configuration: it {sentence}")
+
+
+def _text(shape: Iterable[int]) -> str:
+    return f"({', '.join(map(str, shape))})"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def run(jobs: Sequence[tuple[int, Callable[[], None]]], what: str, progress: Progress | None) -> None:
+    """Do all jobs, given as (bytes, function), on as many threads as there are cores for this process.
+
+    NumPy lets go of the interpreter's lock in the large operations that the jobs consist of. The first error
+    ends it: what has not begun is dropped.
+    """
+    total, done = sum(size for size, _ in jobs), 0
+    with ThreadPoolExecutor(_threads(), thread_name_prefix="regardant-load") as pool:
+        try:
+            results = [pool.submit(job) for _, job in jobs]
+            for (size, _), result in zip(jobs, results, strict=True):
+                result.result()
+                done += size
+                if progress is not None:
+                    progress(done, total, what)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, min(cores, _MOST_THREADS))
