@@ -1,0 +1,403 @@
+"""The model: token ids in, logits out, one short function for each formula.
+
+The same lines run on NumPy arrays and on torch tensors, through the array API standard. Weights are a plain
+mapping from Hugging Face checkpoint names to arrays, read and never copied. Norms, rotations and activations are
+computed in float32 at least, whatever the type of the weights. It refuses ids outside the vocabulary and
+positions that the model has not learned; what a configuration may ask for is settled in `config`.
+
+Shape legend: B batch, T tokens, N = B·T rows, S keys (the past and T), C width of the residual stream, F width
+of the feed-forward, H query heads, G key/value heads, D head width, P = D/2 rotated pairs, V vocabulary,
+I inputs and O outputs of a projection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from array_api_compat import array_namespace, device, is_torch_array
+
+if TYPE_CHECKING:
+    from regardant.cache import KVCache
+    from regardant.lm.config import Config, Rope
+
+Array: TypeAlias = Any  # a NumPy array or a torch tensor
+Weights: TypeAlias = Mapping[str, Array]
+Attend: TypeAlias = Callable[..., Array]
+
+
+def forward(
+    ids_BT: Array,
+    weights: Weights,
+    config: Config,
+    *,
+    starts_B: Array | None = None,
+    cache: KVCache | None = None,
+    attend: Attend | None = None,
+) -> Array:
+    """Run the model and return the residual stream after the final norm, (B, T, C) in the weights' type.
+
+    Args:
+        ids_BT: integer token ids.
+        weights: the arrays that `expected_weights(config)` names.
+        config: what the model is made of.
+        starts_B: first real position in each row of a batch that is padded on the left. Positions are counted
+            from it and keys before it are invisible; what comes out before it is finite and means nothing.
+        cache: the past. Every layer writes its new keys and values; it is the caller who advances it.
+        attend: called as attend(layer, q_BHTD, k_BGSD, v_BGSD, causal=True, offset=..., window=..., starts=...)
+            for out_BHTD, with scale=... where the model has its own; by default regardant's `attention`.
+
+    Memory: some N·(C + F) numbers and what `attend` takes; nothing but the cache outlives the call.
+
+    Raises:
+        TypeError: ids that are not integers.
+        ValueError: ids of another rank or outside the vocabulary; more positions than the model has learned.
+    """
+    names = _names(config)
+    embedding_VC = weights[names.embedding]
+    xp = array_namespace(embedding_VC)
+    ids_BT = _checked_ids(ids_BT, embedding_VC)
+    B, T = ids_BT.shape
+    offset = 0 if cache is None else cache.length
+    positions = token_positions(T, offset, starts_B, embedding_VC)
+
+    x_NC = xp.take(embedding_VC, xp.reshape(ids_BT, (-1,)), axis=0)
+    turn = None
+    if config.rope is None:
+        learned_TC = learned_positions(positions, weights[names.positions])
+        x_NC = xp.reshape(xp.reshape(x_NC, (B, T, -1)) + learned_TC, (B * T, -1))
+    else:
+        turn = rotary_tables(positions, config.rope, config.head_width, embedding_VC)
+    step = _Step((B, T), offset, starts_B, turn, cache, attend or _default_attend(embedding_VC))
+    for layer in range(config.layers):
+        x_NC = x_NC + self_attention(
+            norm(x_NC, weights, names.attention_norm.format(layer), config), layer, weights, config, step
+        )
+        x_NC = x_NC + feed_forward(
+            norm(x_NC, weights, names.ffn_norm.format(layer), config), layer, weights, config
+        )
+    return xp.reshape(norm(x_NC, weights, names.final_norm, config), (B, T, config.width))
+
+
+def logits(hidden_BTC: Array, weights: Weights, config: Config) -> Array:
+    """Score every token of the vocabulary as the next one: hidden · Wᵀ, (B, T, V).
+
+    Slice `hidden_BTC` to the positions that are wanted first: V numbers for each is a lot.
+    """
+    xp = array_namespace(hidden_BTC)
+    out_VC = weights[_names(config).embedding if config.tied else "lm_head.weight"]
+    scores_NV = xp.reshape(hidden_BTC, (-1, config.width)) @ out_VC.T
+    return xp.reshape(scores_NV, (*hidden_BTC.shape[:-1], config.vocab_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What all layers of one call share."""
+
+    shape: tuple[int, int]  # B, T
+    offset: int
+    starts_B: Array | None
+    turn: tuple[Array, Array] | None
+    cache: KVCache | None
+    attend: Attend
+
+
+def self_attention(h_NC: Array, layer: int, weights: Weights, config: Config, step: _Step) -> Array:
+    """Let each token mix the values of the tokens before it; what all heads together add to the stream, (N, C)."""
+    xp = array_namespace(h_NC)
+    q_BHTD, k_BGSD, v_BGSD = queries_keys_values(h_NC, step.shape, layer, weights, config)
+    if step.turn is not None:
+        q_BHTD, k_BGSD = rotate(q_BHTD, *step.turn), rotate(k_BGSD, *step.turn)
+    if step.cache is not None:
+        k_BGSD, v_BGSD = step.cache.write(layer, k_BGSD, v_BGSD)
+    options = {} if config.scales[layer] is None else {"scale": config.scales[layer]}
+    out_BHTD = step.attend(
+        layer,
+        q_BHTD,
+        k_BGSD,
+        v_BGSD,
+        causal=True,
+        offset=step.offset,
+        window=config.windows[layer],
+        starts=step.starts_B,
+        **options,
+    )
+    out_NI = xp.reshape(xp.permute_dims(out_BHTD, (0, 2, 1, 3)), (h_NC.shape[0], -1))
+    return project(out_NI, weights, _names(config).output.format(layer), config, bias=config.output_bias)
+
+
+def queries_keys_values(
+    h_NC: Array, shape: tuple[int, int], layer: int, weights: Weights, config: Config
+) -> tuple[Array, Array, Array]:
+    """Project the stream to q_BHTD, k_BGTD and v_BGTD; with `qk_norm`, each head's queries and keys are normed."""
+    xp = array_namespace(h_NC)
+    names = _names(config)
+    if config.family == "gpt2":  # one projection whose outputs lie side by side
+        qkv_NO = project(h_NC, weights, names.queries.format(layer), config, bias=config.qkv_bias)
+        parts = [qkv_NO[:, i * config.width : (i + 1) * config.width] for i in range(3)]
+    else:
+        parts = [
+            project(h_NC, weights, name.format(layer), config, bias=config.qkv_bias)
+            for name in (names.queries, names.keys, names.values)
+        ]
+    q_BTHD, k_BTGD, v_BTGD = (xp.reshape(part, (*shape, -1, config.head_width)) for part in parts)
+    if config.qk_norm:
+        q_BTHD = rms_norm(q_BTHD, weights[names.query_norm.format(layer)], config.norm_eps)
+        k_BTGD = rms_norm(k_BTGD, weights[names.key_norm.format(layer)], config.norm_eps)
+    heads_first = (0, 2, 1, 3)
+    return (
+        xp.permute_dims(q_BTHD, heads_first),
+        xp.permute_dims(k_BTGD, heads_first),
+        xp.permute_dims(v_BTGD, heads_first),
+    )
+
+
+def feed_forward(h_NC: Array, layer: int, weights: Weights, config: Config) -> Array:
+    """Transform each token by itself: down(silu(gate(h)) · up(h)), or GPT-2's down(gelu(up(h))); (N, C)."""
+    names = _names(config)
+    up_NF = project(h_NC, weights, names.up.format(layer), config, bias=config.mlp_bias)
+    if config.activation == "silu":  # the gated form, SwiGLU (Shazeer 2020)
+        gate_NF = project(h_NC, weights, names.gate.format(layer), config, bias=config.mlp_bias)
+        inner_NF = silu(gate_NF) * up_NF
+    else:
+        inner_NF = gelu_tanh(up_NF)
+    return project(inner_NF, weights, names.down.format(layer), config, bias=config.mlp_bias)
+
+
+def project(x_NI: Array, weights: Weights, name: str, config: Config, *, bias: bool) -> Array:
+    """Compute x · Wᵀ + b. Checkpoints hold W as (O, I); GPT-2 alone holds it as (I, O)."""
+    matrix = weights[name + ".weight"]
+    y_NO = x_NI @ (matrix if config.family == "gpt2" else matrix.T)
+    return y_NO + weights[name + ".bias"] if bias else y_NO
+
+
+def norm(x_NC: Array, weights: Weights, name: str, config: Config) -> Array:
+    """The family's norm: LayerNorm for GPT-2, RMSNorm for the others."""
+    if config.family == "gpt2":
+        return layer_norm(x_NC, weights[name + ".weight"], weights[name + ".bias"], config.norm_eps)
+    return rms_norm(x_NC, weights[name + ".weight"], config.norm_eps)
+
+
+def rms_norm(x: Array, gain_C: Array, eps: float) -> Array:
+    """Compute x / √(mean(x²) + eps) · gain over the last axis (Zhang & Sennrich 2019)."""
+    xp = array_namespace(x)
+    wide = _at_least_float32(x)
+    mean_square = xp.vecdot(wide, wide)[..., None] / x.shape[-1]
+    return _back(wide * (mean_square + eps) ** -0.5, x) * gain_C
+
+
+def layer_norm(x: Array, gain_C: Array, bias_C: Array, eps: float) -> Array:
+    """Compute (x − mean) / √(variance + eps) · gain + bias over the last axis (Ba et al. 2016)."""
+    xp = array_namespace(x)
+    wide = _at_least_float32(x)
+    centred = wide - xp.mean(wide, axis=-1, keepdims=True)
+    variance = xp.vecdot(centred, centred)[..., None] / x.shape[-1]
+    return _back(centred * (variance + eps) ** -0.5, x) * gain_C + bias_C
+
+
+def silu(x: Array) -> Array:
+    """Compute x · sigmoid(x) = x / (1 + e^(−x)) (Elfwing et al. 2017)."""
+    xp = array_namespace(x)
+    wide = _at_least_float32(x)
+    # e^88 is near the top of float32; beyond it the result is 0 to any precision.
+    return _back(wide / (1 + xp.exp(xp.minimum(-wide, 88.0))), x)
+
+
+def gelu_tanh(x: Array) -> Array:
+    """Compute x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))), GPT-2's form of gelu (Hendrycks & Gimpel 2016)."""
+    xp = array_namespace(x)
+    wide = _at_least_float32(x)
+    return _back(0.5 * wide * (1 + xp.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))), x)
+
+
+def rotate(x_BHTD: Array, cos: Array, sin: Array) -> Array:
+    """Turn each pair (x_i, x_{i + D/2}) by its position's angle (RoPE, Su et al. 2021)."""
+    xp = array_namespace(x_BHTD)
+    wide = _at_least_float32(x_BHTD)
+    half = x_BHTD.shape[-1] // 2
+    a, b = wide[..., :half], wide[..., half:]
+    return _back(xp.concat([a * cos - b * sin, b * cos + a * sin], axis=-1), x_BHTD)
+
+
+def rotary_tables(positions: Array, rope: Rope, head_width: int, like: Array) -> tuple[Array, Array]:
+    """Cosines and sines of position · frequency, (T, P), or (B, 1, T, P) where each row counts for itself.
+
+    Angles are rounded to float32, as they were where the checkpoints were trained: at position 8,000 that moves
+    them by up to 5e-4, which a model is used to and a more exact table would not reproduce.
+    """
+    xp = array_namespace(like)
+    frequencies_P = xp.asarray(inverse_frequencies(rope, head_width), dtype=xp.float32, device=device(like))
+    angles = xp.astype(positions, xp.float32)[..., None] * frequencies_P
+    if like.dtype == xp.float64:
+        angles = xp.astype(angles, xp.float64)
+    if angles.ndim == 3:
+        angles = angles[:, None]
+    return xp.cos(angles), xp.sin(angles)
+
+
+@functools.lru_cache(maxsize=8)
+def inverse_frequencies(rope: Rope, head_width: int) -> tuple[float, ...]:
+    """Radians per position of each pair: theta^(−2i/D), slowed as Llama 3.1 does if `rope.scaling` says so.
+
+    With wavelength w = 2π/f and L the original context: f where w < L/high, f/factor where w > L/low, and
+    (1 − r)·f/factor + r·f with r = (L/w − low)/(high − low) in between.
+    """
+    exponents = np.arange(0, head_width, 2, dtype=np.float32) / np.float32(head_width)
+    f = 1 / np.float32(rope.theta) ** exponents
+    if rope.scaling is not None:
+        factor, low, high = rope.scaling.factor, rope.scaling.low_freq_factor, rope.scaling.high_freq_factor
+        wavelengths = 2 * math.pi / f
+        r = np.clip((rope.scaling.original_context / wavelengths - low) / (high - low), 0, 1)
+        f = (1 - r) * f / factor + r * f
+    return tuple(f.tolist())
+
+
+def token_positions(T: int, offset: int, starts_B: Array | None, like: Array) -> Array:
+    """The position of each new token: (T,), or (B, T) counted from each row's start (0 before it)."""
+    xp = array_namespace(like)
+    positions_T = xp.arange(offset, offset + T, device=device(like))
+    if starts_B is None:
+        return positions_T
+    starts_B = xp.asarray(starts_B, device=device(like))
+    return xp.clip(positions_T - starts_B[:, None], min=0)
+
+
+def learned_positions(positions: Array, table_PC: Array) -> Array:
+    """The learned embedding of each position: (T, C), or (B, T, C)."""
+    xp = array_namespace(table_PC)
+    last = int(xp.max(positions)) if math.prod(positions.shape) else 0
+    if last >= table_PC.shape[0]:
+        raise ValueError(f"forward: the model has {table_PC.shape[0]} positions; got {last + 1}")
+    rows = xp.take(table_PC, xp.reshape(positions, (-1,)), axis=0)
+    return xp.reshape(rows, (*positions.shape, table_PC.shape[1]))
+
+
+def output_projection(layer: int, weights: Weights, config: Config) -> Array:
+    """What each head writes into the residual stream per unit of its output: a view wo_HDC of the weights."""
+    xp = array_namespace(weights[_names(config).embedding])
+    matrix = weights[_names(config).output.format(layer) + ".weight"]
+    if config.family == "gpt2":
+        return xp.reshape(matrix, (config.heads, config.head_width, config.width))
+    wo_CHD = xp.reshape(matrix, (config.width, config.heads, config.head_width))
+    return xp.permute_dims(wo_CHD, (1, 2, 0))
+
+
+def expected_weights(config: Config) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of all the weights that the calculation reads."""
+    names, C = _names(config), config.width
+    shapes: dict[str, tuple[int, ...]] = {names.embedding: (config.vocab_size, C)}
+    if config.rope is None:
+        shapes[names.positions] = (config.context, C)
+    for layer in range(config.layers):
+        for name, shape in _layer_weights(config).items():
+            shapes[name.format(layer)] = shape
+    shapes |= _norm_weights(names.final_norm, config)
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab_size, C)
+    return shapes
+
+
+def _layer_weights(config: Config) -> dict[str, tuple[int, ...]]:
+    names, C, F, D = _names(config), config.width, config.ffn_width, config.head_width
+    q, kv = config.heads * D, config.kv_heads * D
+    fused = config.family == "gpt2"
+    inputs_outputs_bias = [
+        (names.queries, C, 3 * C if fused else q, config.qkv_bias),
+        *([] if fused else [(names.keys, C, kv, config.qkv_bias), (names.values, C, kv, config.qkv_bias)]),
+        (names.output, q, C, config.output_bias),
+        *([] if fused else [(names.gate, C, F, config.mlp_bias)]),
+        (names.up, C, F, config.mlp_bias),
+        (names.down, F, C, config.mlp_bias),
+    ]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, inputs, outputs, bias in inputs_outputs_bias:
+        shapes[name + ".weight"] = (inputs, outputs) if fused else (outputs, inputs)
+        if bias:
+            shapes[name + ".bias"] = (outputs,)
+    shapes |= _norm_weights(names.attention_norm, config) | _norm_weights(names.ffn_norm, config)
+    if config.qk_norm:
+        shapes |= {names.query_norm: (D,), names.key_norm: (D,)}
+    return shapes
+
+
+def _norm_weights(name: str, config: Config) -> dict[str, tuple[int, ...]]:
+    parts = ("weight", "bias") if config.family == "gpt2" else ("weight",)
+    return {f"{name}.{part}": (config.width,) for part in parts}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """Where a checkpoint keeps each part; {} stands for the layer."""
+
+    embedding: str = "model.embed_tokens.weight"
+    positions: str = ""
+    attention_norm: str = "model.layers.{}.input_layernorm"
+    queries: str = "model.layers.{}.self_attn.q_proj"
+    keys: str = "model.layers.{}.self_attn.k_proj"
+    values: str = "model.layers.{}.self_attn.v_proj"
+    query_norm: str = "model.layers.{}.self_attn.q_norm.weight"
+    key_norm: str = "model.layers.{}.self_attn.k_norm.weight"
+    output: str = "model.layers.{}.self_attn.o_proj"
+    ffn_norm: str = "model.layers.{}.post_attention_layernorm"
+    gate: str = "model.layers.{}.mlp.gate_proj"
+    up: str = "model.layers.{}.mlp.up_proj"
+    down: str = "model.layers.{}.mlp.down_proj"
+    final_norm: str = "model.norm"
+
+
+_LLAMA_NAMES = _Names()
+_GPT2_NAMES = _Names(
+    embedding="transformer.wte.weight",
+    positions="transformer.wpe.weight",
+    attention_norm="transformer.h.{}.ln_1",
+    queries="transformer.h.{}.attn.c_attn",
+    output="transformer.h.{}.attn.c_proj",
+    ffn_norm="transformer.h.{}.ln_2",
+    up="transformer.h.{}.mlp.c_fc",
+    down="transformer.h.{}.mlp.c_proj",
+    final_norm="transformer.ln_f",
+)
+
+
+def _names(config: Config) -> _Names:
+    return _GPT2_NAMES if config.family == "gpt2" else _LLAMA_NAMES
+
+
+def _checked_ids(ids_BT: Array, embedding_VC: Array) -> Array:
+    xp = array_namespace(embedding_VC)
+    ids_BT = xp.asarray(ids_BT, device=device(embedding_VC))
+    if ids_BT.ndim != 2:
+        raise ValueError(f"forward: ids must be (B, T); got {tuple(ids_BT.shape)}")
+    if not xp.isdtype(ids_BT.dtype, "integral"):
+        raise TypeError(f"forward: ids must be integers; got {ids_BT.dtype}")
+    if math.prod(ids_BT.shape):
+        low, high, vocabulary = int(xp.min(ids_BT)), int(xp.max(ids_BT)), embedding_VC.shape[0]
+        if low < 0 or high >= vocabulary:
+            wrong = low if low < 0 else high
+            raise ValueError(f"forward: ids must lie between 0 and {vocabulary - 1}; got {wrong}")
+    return ids_BT
+
+
+def _default_attend(like: Array) -> Attend:
+    """Regardant's own attention for arrays of this kind."""
+    front = import_module("regardant.torch" if is_torch_array(like) else "regardant.ops")
+
+    def attend(_layer: int, q_BHTD: Array, k_BGSD: Array, v_BGSD: Array, **options: Any) -> Array:
+        return front.attention(q_BHTD, k_BGSD, v_BGSD, **options)
+
+    return attend
+
+
+def _at_least_float32(x: Array) -> Array:
+    xp = array_namespace(x)
+    return x if x.dtype in {xp.float32, xp.float64} else xp.astype(x, xp.float32)
+
+
+def _back(wide: Array, x: Array) -> Array:
+    """Round a result to the type of x."""
+    return wide if wide.dtype == x.dtype else array_namespace(x).astype(wide, x.dtype)
