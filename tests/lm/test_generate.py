@@ -450,7 +450,7 @@ def tiny(family: str) -> transformers.PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             # Weights as small as the initial ones make every token alike: errors would not show.
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter if parameter.ndim == 1 else 0))
     return model
 
 
