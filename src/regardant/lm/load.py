@@ -96,4 +96,13 @@ def _from_gguf(path: Path, name: str, dtype: Any, progress: Progress | None) -> 
 
 
 def _from_folder(folder: Path, name: str, dtype: Any, progress: Progress | None) -> LanguageModel:
-    raise NotImplementedError
+    from regardant.lm import checkpoint
+    from regardant.lm.config import Config
+    from regardant.lm.language_model import LanguageModel
+    from regardant.lm.model import expected_weights
+    from regardant.lm.tokenizer import Tokenizer
+
+    config = Config.from_hugging_face(checkpoint.read_config(folder))
+    tokenizer = Tokenizer.from_file(folder / "tokenizer.json")
+    weights = checkpoint.read_weights(folder, expected_weights(config), dtype, progress)
+    return LanguageModel(config=config, weights=weights, tokenizer=tokenizer, name=name, source=folder)

@@ -17,6 +17,7 @@ import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from regardant.lm.checkpoint import read_json
 from regardant.lm.errors import LoadError, UserError
 
 if TYPE_CHECKING:
@@ -114,14 +115,14 @@ class Tokenizer:
             if role.endswith("_token")
             and (isinstance(text, str) or (isinstance(text, dict) and "content" in text))
         }
-        eos = {backend.token_to_id(special["eos_token"])} if "eos_token" in special else set()
+        eos = _ids(backend.token_to_id(special["eos_token"])) if "eos_token" in special else []
         for name in ("generation_config.json", "config.json"):
-            eos.update(_ids(read_json(folder / name, optional=True).get("eos_token_id")))
+            eos += _ids(read_json(folder / name, optional=True).get("eos_token_id"))
         _keep_spaces_in_spans(backend)
         return cls(
             backend,
             bos=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
-            eos=eos - {None},
+            eos=eos,
             chat_template=_chat_template(folder, settings),
             special=special,
         )
@@ -232,33 +233,14 @@ class Tokenizer:
         import jinja2
 
         try:
-            return _template(self._chat_template).render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._special
-            )
-        except (jinja2.TemplateError, TypeError) as error:
+            values = {**self._special, "messages": messages, "add_generation_prompt": add_generation_prompt}
+            return str(_template(self._chat_template).render(values))
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise ChatError(f"the model's chat template does not accept these messages: {error}") from None
 
 
 class _KindError(ValueError):
     """A vocabulary that cannot be used; whoever knows the file's name completes the sentence."""
-
-
-def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """Read a JSON file that holds one object; an optional one that is missing counts as empty.
-
-    Raises:
-        LoadError: it is missing, is not JSON, or holds something else.
-    """
-    if optional and not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"is not valid JSON ({error})"
-        raise LoadError(f"{path}: {why}") from None
-    if not isinstance(content, dict):
-        raise LoadError(f"{path}: must hold a JSON object; got {type(content).__name__}")
-    return content
 
 
 def _ids(value: object) -> list[int]:
@@ -324,7 +306,8 @@ def _keep_spaces_in_spans(backend: tokenizers.Tokenizer) -> None:
     post = backend.post_processor
     steps = [post] if isinstance(post, processors.ByteLevel) else []
     if isinstance(post, processors.Sequence):
-        steps = [step for step in post if isinstance(step, processors.ByteLevel)]
+        each = [post[n] for n in range(len(post))]
+        steps = [step for step in each if isinstance(step, processors.ByteLevel)]
     for step in steps:
         step.trim_offsets = False
 
