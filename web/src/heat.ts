@@ -40,14 +40,14 @@ export class HeatMap {
     this.grid.style.setProperty("--columns", String(layers.length));
     this.grid.classList.toggle("dense", layers.length > 48 || heads > 40);
     const every = layers.length > 48 ? 10 : layers.length > 12 ? 5 : 1;
-    const all: HTMLElement[] = [make("span", "axis corner", "head")];
+    const all: HTMLElement[] = [make("span", "axis corner", "layer")];
     layers.forEach((layer, i) => {
       const told = i % every === 0 || layers.length <= 12;
       all.push(make("span", "axis", told ? String(layer) : ""));
     });
     const rowEvery = heads > 16 ? 4 : 1;
     for (let head = 0; head < heads; head++) {
-      all.push(make("span", "axis side", head % rowEvery === 0 ? String(head) : ""));
+      all.push(make("span", "axis side", head === 0 ? "head 0" : head % rowEvery === 0 ? String(head) : ""));
       for (const layer of layers) {
         const button = make("button", "cell");
         button.type = "button";
@@ -121,7 +121,7 @@ export class HeatMap {
     const tenths = Math.round((largest * 1000) / ONE);
     byId("heat-legend").replaceChildren(
       scale(["0", percent(Math.round(tenths / 4)), percent(tenths)]),
-      make("span", "", "of one head, on a token other than the first"),
+      make("span", "", "a head\u2019s largest share on a token other than the first"),
     );
   }
 
@@ -136,7 +136,7 @@ export class HeatMap {
     });
     byId("heat-legend").replaceChildren(
       scale(["0", (most / 2).toFixed(1), `${most.toFixed(1)} nats`]),
-      make("span", "", "from one token only to all of them evenly"),
+      make("span", "", "from one token alone to all of them evenly"),
     );
   }
 

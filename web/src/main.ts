@@ -81,12 +81,14 @@ function drawControls(): void {
 
 function drawLegend(now: Sources, largest: number): void {
   const tenths = Math.round(largest * 1000);
-  const parts = [scale(["0", percent(Math.round(tenths / 4)), percent(tenths)])];
+  const parts: HTMLElement[] = [];
+  if (largest > 0) parts.push(make("span", "", "Share drawn"), scale(["0", percent(Math.round(tenths / 4)), percent(tenths)]));
+  else parts.push(make("span", "", "No source to shade but the first token"));
   if (state.leaveFirst && now.firstTenths !== null) {
     parts.push(make("span", "key left-out", make("i"), `first token, left out: ${percent(now.firstTenths)}`));
   }
-  if (state.token + 1 < text.length) parts.push(make("span", "key future", make("i", "", "abc"), "comes later: not visible to it"));
-  byId("legend").replaceChildren(make("span", "lead", "Share drawn from a token"), ...parts);
+  if (state.token + 1 < text.length) parts.push(make("span", "key future", make("i", "", "abc"), "later: not visible to it"));
+  byId("legend").replaceChildren(...parts);
 }
 
 // --- pointing -------------------------------------------------------------------------------------------
@@ -155,29 +157,32 @@ byId("text").addEventListener("click", (event) => {
   if (token !== null) change({ token });
 });
 
-byId("text").addEventListener("keydown", (event) => {
-  if (event.altKey || event.ctrlKey || event.metaKey) return;
+/** The token that an arrow key leads to, or null for any other key. */
+function tokenAfter(key: string): number | null {
   const ahead = byId("text").dir === "rtl" ? -1 : 1;
-  let token: number;
-  if (event.key === "ArrowRight") token = state.token + ahead;
-  else if (event.key === "ArrowLeft") token = state.token - ahead;
-  else if (event.key === "ArrowDown") token = text.inNextLine(state.token, 1);
-  else if (event.key === "ArrowUp") token = text.inNextLine(state.token, -1);
-  else if (event.key === "Home") token = 0;
-  else if (event.key === "End") token = text.length - 1;
-  else return;
-  event.preventDefault();
-  token = clamp(token, 0, text.length - 1);
-  if (token !== state.token) change({ token });
-});
+  if (key === "ArrowRight") return state.token + ahead;
+  if (key === "ArrowLeft") return state.token - ahead;
+  if (key === "ArrowDown") return text.inNextLine(state.token, 1);
+  if (key === "ArrowUp") return text.inNextLine(state.token, -1);
+  if (key === "Home") return 0;
+  if (key === "End") return text.length - 1;
+  return null;
+}
 
 document.addEventListener("keydown", (event) => {
+  if (event.altKey || event.ctrlKey || event.metaKey || event.target === findBox) return;
   if (event.key === "Escape") hideTip();
-  const typing = event.target instanceof HTMLInputElement && event.target.type === "search";
-  if (event.key !== "/" || typing || event.altKey || event.ctrlKey || event.metaKey) return;
+  if (event.key === "/") {
+    event.preventDefault();
+    findBox.focus();
+    findBox.select();
+  }
+  // The arrow keys are the text's, also while nothing else has been chosen.
+  if (event.target !== document.body && event.target !== byId("text")) return;
+  const token = tokenAfter(event.key);
+  if (token === null) return;
   event.preventDefault();
-  findBox.focus();
-  findBox.select();
+  if (token !== state.token) change({ token: clamp(token, 0, text.length - 1) });
 });
 
 layerChoice.addEventListener("change", () => {
@@ -218,7 +223,7 @@ findBox.addEventListener("keydown", (event) => {
 });
 byId("next").addEventListener("click", () => find(1));
 byId("previous").addEventListener("click", () => find(-1));
-byId("controls").addEventListener("submit", (event) => event.preventDefault());
+for (const form of ["controls", "finder"]) byId(form).addEventListener("submit", (event) => event.preventDefault());
 
 // --- starting -------------------------------------------------------------------------------------------
 

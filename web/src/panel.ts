@@ -2,7 +2,7 @@
 
 import type { Data } from "./data";
 import { byId, make } from "./dom";
-import { spaced } from "./pieces";
+import { spaced, split } from "./pieces";
 import { percent, type Source, type Sources } from "./shares";
 import type { State } from "./state";
 import type { TokenText } from "./text";
@@ -96,13 +96,15 @@ export class Panel {
   }
 
   private row(state: State, source: Source, largest: number): HTMLElement {
-    const [before, core, after] = this.text.context(source.token, 24);
+    const [lead, core] = split(this.text.shown[source.token]!);
+    const [before, after] = this.text.around(source.token, 14);
+    const isolated = (pieces: string[]): HTMLElement[] => pieces.map((piece) => make("bdi", "", piece));
     const words = make(
       "span",
       "words",
-      make("span", "before", make("bdi", "", before)),
+      make("span", "before", ...isolated(before), lead),
       make("bdi", "core", core),
-      make("span", "after", make("bdi", "", after)),
+      make("span", "after", ...isolated(after)),
     );
     const note = source.token === 0 ? "first token" : source.token === state.token ? "itself" : "";
     const bar = make("span", "bar");

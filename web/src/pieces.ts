@@ -23,7 +23,8 @@ function codePoint(code: number): string {
 export function readable(text: string, id: number): string {
   if (text === "") return `\u27e8id ${id}\u27e9`;
   if (ONLY_JOINERS.test(text)) return [...text].map((character) => codePoint(character.codePointAt(0)!)).join("");
-  return text.replace(UNSEEN, sign);
+  // A mark that would sit on the token before it gets a dotted circle to sit on.
+  return (/^\p{M}/u.test(text) ? "\u25cc" : "") + text.replace(UNSEEN, sign);
 }
 
 /** For a place where the spaces at the ends would be lost. */

@@ -68,14 +68,22 @@ export class TokenText {
     return element !== null && this.root.contains(element) ? Number(element.id.slice(1)) : null;
   }
 
-  /** The token's text with a little of what stands around it. */
-  context(token: number, reach: number): [string, string, string] {
-    let before = "";
-    for (let i = token - 1; i >= 0 && before.length < reach; i--) before = this.shown[i]! + before;
-    let after = "";
-    for (let i = token + 1; i < this.length && after.length < reach; i++) after += this.shown[i]!;
-    const [lead, core] = split(this.shown[token]!);
-    return [(before + lead).slice(-reach), core, after.slice(0, reach)];
+  /** The tokens around one, whole, as many as fit into `reach` characters before it and three times that after. */
+  around(token: number, reach: number): [string[], string[]] {
+    const before: string[] = [];
+    let room = reach - this.shown[token]!.search(/[^ ]|$/);
+    for (let i = token - 1; i >= 0 && room >= this.shown[i]!.length; i--) {
+      before.unshift(this.shown[i]!);
+      room -= this.shown[i]!.length;
+    }
+    if (before.length > 0) before[0] = before[0]!.trimStart();
+    const after: string[] = [];
+    room = 3 * reach;
+    for (let i = token + 1; i < this.length && room > 0; i++) {
+      after.push(this.shown[i]!.slice(0, room));
+      room -= this.shown[i]!.length;
+    }
+    return [before, after];
   }
 
   select(token: number): void {

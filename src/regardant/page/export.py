@@ -211,9 +211,9 @@ def _encoded(fields: list[_Field], key: np.dtype[Any], start: int, stop: int) ->
             group = field.name.rpartition(".")[0]
             if field.name.endswith("weights"):
                 sums[group] = part.sum(axis=-1, dtype=np.float64)
-                _check_sums(group, sums[group], whole=group == "head")
+                _check_sums(group, sums[group], 0)
             elif field.kind == "rest":
-                _check_sums(group, sums[group] + part, whole=False, exact=True)
+                _check_sums(f"{group} with its rest", sums[group] + part, 1)
             yield coded
 
 
@@ -221,7 +221,7 @@ def _coded_keys(name: str, part: Array, start: int, key: np.dtype[Any]) -> Array
     position = start + np.arange(part.shape[0]).reshape((-1,) + (1,) * (part.ndim - 1))
     if (part < -1).any() or (part > position).any():
         raise ValueError(f"page: {name} must be -1 or positions up to the token's own; got others")
-    return np.where(part < 0, np.iinfo(key).max, part).astype(key)
+    return np.where(part < 0, np.iinfo(key).max, part.astype(np.int64)).astype(key)
 
 
 def _coded_shares(name: str, part: Array) -> Array:
@@ -236,11 +236,10 @@ def _coded_entropy(name: str, part: Array) -> Array:
     return np.rint(np.clip(part.astype(np.float64) * ENTROPY_UNITS, 0, WEIGHT_UNITS)).astype("<u2")
 
 
-def _check_sums(group: str, sums: Array, *, whole: bool, exact: bool = False) -> None:
-    low = 1 - _SUM_TOLERANCE if exact else 0.0
-    if not ((sums >= low) & (sums <= 1 + _SUM_TOLERANCE)).all():
-        what = "sum to at most 1" if whole or not exact else "and their rest must sum to 1"
-        raise ValueError(f"page: the weights of {group} must {what}; got sums {sums.min()} to {sums.max()}")
+def _check_sums(group: str, sums: Array, least: int) -> None:
+    if not ((sums >= least - _SUM_TOLERANCE) & (sums <= 1 + _SUM_TOLERANCE)).all():
+        expected = "to 1" if least else "to at most 1"
+        raise ValueError(f"page: {group} must sum {expected}; got sums from {sums.min()} to {sums.max()}")
 
 
 # --- text ------------------------------------------------------------------------------------------------
