@@ -56,7 +56,8 @@ def forward(
 
     Raises:
         TypeError: ids that are not integers.
-        ValueError: ids of another rank or outside the vocabulary; more positions than the model has learned.
+        ValueError: ids of another rank or outside the vocabulary; starts of another shape or outside the text;
+            more positions than the model has learned.
     """
     names = _names(config)
     embedding_VC = weights[names.embedding]
@@ -64,13 +65,17 @@ def forward(
     ids_BT = _checked_ids(ids_BT, embedding_VC)
     B, T = ids_BT.shape
     offset = 0 if cache is None else cache.length
+    if starts_B is not None:
+        starts_B = _checked_starts(starts_B, B, embedding_VC)
+        # A row may begin beyond what the cache holds so far; until then it sees nothing.
+        starts_B = starts_B if cache is None else xp.clip(starts_B, max=offset + T)
     positions = token_positions(T, offset, starts_B, embedding_VC)
 
     x_NC = xp.take(embedding_VC, xp.reshape(ids_BT, (-1,)), axis=0)
     turn = None
     if config.rope is None:
         learned_TC = learned_positions(positions, weights[names.positions])
-        x_NC = xp.reshape(xp.reshape(x_NC, (B, T, -1)) + learned_TC, (B * T, -1))
+        x_NC = xp.reshape(xp.reshape(x_NC, (B, T, config.width)) + learned_TC, (B * T, config.width))
     else:
         turn = rotary_tables(positions, config.rope, config.head_width, embedding_VC)
     step = _Step((B, T), offset, starts_B, turn, cache, attend or _default_attend(embedding_VC))
@@ -127,7 +132,9 @@ def self_attention(h_NC: Array, layer: int, weights: Weights, config: Config, st
         starts=step.starts_B,
         **options,
     )
-    out_NI = xp.reshape(xp.permute_dims(out_BHTD, (0, 2, 1, 3)), (h_NC.shape[0], -1))
+    out_NI = xp.reshape(
+        xp.permute_dims(out_BHTD, (0, 2, 1, 3)), (h_NC.shape[0], config.heads * config.head_width)
+    )
     return project(out_NI, weights, _names(config).output.format(layer), config, bias=config.output_bias)
 
 
@@ -145,7 +152,8 @@ def queries_keys_values(
             project(h_NC, weights, name.format(layer), config, bias=config.qkv_bias)
             for name in (names.queries, names.keys, names.values)
         ]
-    q_BTHD, k_BTGD, v_BTGD = (xp.reshape(part, (*shape, -1, config.head_width)) for part in parts)
+    D = config.head_width
+    q_BTHD, k_BTGD, v_BTGD = (xp.reshape(part, (*shape, part.shape[1] // D, D)) for part in parts)
     if config.qk_norm:
         q_BTHD = rms_norm(q_BTHD, weights[names.query_norm.format(layer)], config.norm_eps)
         k_BTGD = rms_norm(k_BTGD, weights[names.key_norm.format(layer)], config.norm_eps)
@@ -251,8 +259,9 @@ def inverse_frequencies(rope: Rope, head_width: int) -> tuple[float, ...]:
     f = 1 / np.float32(rope.theta) ** exponents
     if rope.scaling is not None:
         factor, low, high = rope.scaling.factor, rope.scaling.low_freq_factor, rope.scaling.high_freq_factor
-        wavelengths = 2 * math.pi / f
-        r = np.clip((rope.scaling.original_context / wavelengths - low) / (high - low), 0, 1)
+        # Products with reciprocals, as torch divides a number by a tensor: so the last bits agree with it.
+        wavelengths = 1 / f * (2 * math.pi)
+        r = np.clip((1 / wavelengths * rope.scaling.original_context - low) / (high - low), 0, 1)
         f = (1 - r) * f / factor + r * f
     return tuple(f.tolist())
 
@@ -263,7 +272,6 @@ def token_positions(T: int, offset: int, starts_B: Array | None, like: Array) ->
     positions_T = xp.arange(offset, offset + T, device=device(like))
     if starts_B is None:
         return positions_T
-    starts_B = xp.asarray(starts_B, device=device(like))
     return xp.clip(positions_T - starts_B[:, None], min=0)
 
 
@@ -383,6 +391,16 @@ def _checked_ids(ids_BT: Array, embedding_VC: Array) -> Array:
     return ids_BT
 
 
+def _checked_starts(starts_B: Array, B: int, like: Array) -> Array:
+    xp = array_namespace(like)
+    starts_B = xp.asarray(starts_B, device=device(like))
+    if tuple(starts_B.shape) != (B,):
+        raise ValueError(f"forward: starts must be ({B},), one a row; got {tuple(starts_B.shape)}")
+    if not xp.isdtype(starts_B.dtype, "integral"):
+        raise TypeError(f"forward: starts must be integers; got {starts_B.dtype}")
+    return starts_B
+
+
 def _default_attend(like: Array) -> Attend:
     """Regardant's own attention for arrays of this kind."""
     front = import_module("regardant.torch" if is_torch_array(like) else "regardant.ops")
@@ -395,7 +413,7 @@ def _default_attend(like: Array) -> Attend:
 
 def _at_least_float32(x: Array) -> Array:
     xp = array_namespace(x)
-    return x if x.dtype in {xp.float32, xp.float64} else xp.astype(x, xp.float32)
+    return x if x.dtype in (xp.float32, xp.float64) else xp.astype(x, xp.float32)
 
 
 def _back(wide: Array, x: Array) -> Array:
