@@ -190,17 +190,15 @@ class LanguageModel:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the model's tokenizer puts around one."""
-        return self.tokenizer.encode(_whole_characters(text), special=True)
+        return self.tokenizer.encode(text, special=True)
 
     def chat_text(self, prompt: str | Sequence[Message]) -> str:
         """What the model's chat template makes of a user's words, or of a conversation, ready to be answered.
 
         Raises:
-            UserError: the model has no chat template, or there is no message.
+            UserError: the model has no chat template, it refuses the messages, or there are none.
             TypeError: messages that are not mappings of "role" and "content" to text.
         """
-        if not self.tokenizer.has_chat:
-            raise UserError(f"{self.name} has no chat template: give it plain text, without chat")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if not messages:
             raise UserError("the conversation is empty: give it at least one message")
@@ -217,7 +215,7 @@ class LanguageModel:
         """
         if chat:
             text = self.chat_text(prompt)  # type: ignore[arg-type]  # what is no message is refused there
-            return self.tokenizer.encode(_whole_characters(text), special=False)
+            return self.tokenizer.encode(text, special=False)
         if isinstance(prompt, str):
             bos = self.tokenizer.bos
             # A text's beginning is something to continue, where the model knows a token for it.
@@ -267,16 +265,6 @@ def _checked_starts(starts: Sequence[int], rows: int, length: int) -> list[int]:
     if len(firsts) != rows or not all(0 <= first <= length for first in firsts):
         raise UserError(f"starts must be {rows} positions between 0 and {length}; got {list(starts)}")
     return firsts
-
-
-def _whole_characters(text: str) -> str:
-    """Refuse the halves of surrogate pairs, which no UTF-8 text can hold."""
-    lone = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
-    if lone is not None:
-        raise UserError(
-            f"the text must be whole Unicode characters; got a lone surrogate at character {lone}"
-        )
-    return text
 
 
 def _to_numpy(array: Array) -> NDArray[np.float32]:
