@@ -479,27 +479,38 @@ def test_hostile_tokens_are_inert(browser, tmp_path):
     assert len(page.requests()) == 1
 
 
-def test_tokens_stand_in_their_order_whatever_is_in_them(browser, tmp_path):
-    texts = [
-        "a",
-        "\u202eb",
-        "c",
-        "\u2067",
-        "d",
-        "\u200f",
-        " \u05d0",
-        "\u05d1",
-        " e",
-        "\u2066\u2067\u202e",
-        "f",
-    ]
+LEFTS = (
+    "return [...document.querySelectorAll('#text [role=option]')].map(e => e.getBoundingClientRect().left)"
+)
+
+
+@pytest.mark.parametrize(
+    ("texts", "order"),
+    [
+        # Marks, overrides and isolates move nothing, neither their neighbours nor each other.
+        (
+            ["a", "\u202eb", "c", "\u2067", "d", "\u200f", "e", "\u2066\u2067\u202e", "f"],
+            [0, 1, 2, 3, 4, 5, 6, 7, 8],
+        ),
+        # A Hebrew word of three tokens reads from the right, within a line that reads from the left.
+        (["the", " \u05e9", "\u05dc", "\u05d5\u05dd", " word", " is", " so"], [0, 3, 2, 1, 4, 5, 6]),
+        (["a", " \u05d0", "\u27e8D7\u27e9", "\u05d1", ".", "b"], [0, 3, 2, 1, 4, 5]),
+        # And the other way round.
+        ([" \u05d0\u05d1", " \u05d2", "\u05d3", " suit", "case", " \u05d4"], [5, 3, 4, 2, 1, 0]),
+    ],
+)
+def test_tokens_stand_in_reading_order(browser, tmp_path, texts, order):
     data, _ = page_data(texts)
     path = tmp_path / "look.html"
     path.write_text(render(data), encoding="ascii")
     page = Page(browser, path).open()
-    script = "return [...document.querySelectorAll('#text [role=option]')].map(e => e.getBoundingClientRect().left)"
-    lefts = page.js(script)
-    assert lefts == sorted(lefts)
+    assert np.argsort(page.js(LEFTS)).tolist() == order
+    for token in range(len(texts)):
+        page.go(token=token)
+        colours = [element.value_of_css_property("color") for element in page.all("#text .t:not(.sign)")]
+        assert len(set(colours[: token + 1])) == 1
+        assert colours[0] not in colours[token + 1 :]
+    assert page.errors() == []
 
 
 def test_the_policy_stops_a_script_that_is_not_the_page_s(sentence):

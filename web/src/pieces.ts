@@ -40,15 +40,43 @@ export function split(shown: string): [string, string] {
 }
 
 const RIGHT_TO_LEFT = /\p{Script=Arabic}|\p{Script=Hebrew}|\p{Script=Syriac}|\p{Script=Thaana}|\p{Script=Nko}/u;
+const LONE_BYTE = /\u27e8[0-9A-F]{2}\u27e9/g;
 
-/** Whether most tokens that have letters are of a script written from right to left. */
-export function isRightToLeft(texts: string[]): boolean {
-  let right = 0;
-  let letters = 0;
-  for (const text of texts) {
-    if (!/\p{L}/u.test(text)) continue;
-    letters += 1;
-    if (RIGHT_TO_LEFT.test(text)) right += 1;
-  }
-  return 2 * right > letters;
+export type Direction = "ltr" | "rtl";
+
+/** Which way a token's letters run; null if it has none, or ends a line. Marks and overrides have no say. */
+export function directionOf(shown: string): Direction | null {
+  if (shown.includes("\u23ce")) return null;
+  if (RIGHT_TO_LEFT.test(shown)) return "rtl";
+  return /[\p{L}\p{N}]/u.test(shown.replace(LONE_BYTE, "")) ? "ltr" : null;
+}
+
+/** The way that most tokens run. */
+export function mainDirection(directions: (Direction | null)[]): Direction {
+  const right = directions.filter((direction) => direction === "rtl").length;
+  const left = directions.filter((direction) => direction === "ltr").length;
+  return right > left ? "rtl" : "ltr";
+}
+
+/**
+ * Runs of tokens against the main direction, as the token after each run's last by its first: they are set in
+ * their own direction, or words made of several tokens would read backwards.
+ */
+export function runsAgainst(main: Direction, shown: string[], directions: (Direction | null)[]): Map<number, number> {
+  const runs = new Map<number, number>();
+  let start = -1;
+  const end = (last: number): void => {
+    if (start >= 0) runs.set(start, last + 1);
+    start = -1;
+  };
+  let last = -1;
+  directions.forEach((direction, i) => {
+    if (direction === main || shown[i]!.includes("\u23ce")) end(last);
+    else if (direction !== null) {
+      if (start < 0) start = i;
+      last = i;
+    }
+  });
+  end(last);
+  return runs;
 }

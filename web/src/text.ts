@@ -2,7 +2,7 @@
 
 import type { Data } from "./data";
 import { clamp, make } from "./dom";
-import { isRightToLeft, readable, split } from "./pieces";
+import { directionOf, mainDirection, readable, runsAgainst, split } from "./pieces";
 import { shade, type Source } from "./shares";
 
 export class TokenText {
@@ -21,7 +21,6 @@ export class TokenText {
     private readonly frame: HTMLElement,
   ) {
     this.shown = data.texts.map((text, i) => readable(text, data.ids[i] ?? 0));
-    if (isRightToLeft(data.texts)) root.dir = "rtl";
     if (data.texts.length <= 120) root.classList.add("short");
     this.fill();
     scroller.addEventListener("scroll", () => this.placeFrame(), { passive: true });
@@ -32,26 +31,44 @@ export class TokenText {
 
   /** A new paragraph begins after every token that ends a line. */
   private fill(): void {
+    const directions = this.shown.map(directionOf);
+    const main = mainDirection(directions);
+    const runs = runsAgainst(main, this.shown, directions);
+    this.root.dir = main;
     const all = document.createDocumentFragment();
     let paragraph = make("div", "p");
+    let place: HTMLElement = paragraph;
+    let runEnd = -1;
     this.shown.forEach((shown, i) => {
       const [lead, core] = split(shown);
-      if (lead !== "") paragraph.append(lead);
-      const element = make("bdi", /^[\u2400-\u2421\u23ce\u2192\u00b7]+$/.test(core) ? "t sign" : "t");
-      element.textContent = core.replace(/\u23ce(?![\u23ce]|$)/g, "\u23ce\n");
-      element.id = `t${i}`;
-      element.setAttribute("role", "option");
-      element.setAttribute("aria-selected", "false");
-      this.elements.push(element);
-      paragraph.append(element);
-      if (core.endsWith("\u23ce")) {
-        if (core.endsWith("\u23ce\u23ce")) paragraph.classList.add("gap");
-        all.append(paragraph);
-        paragraph = make("div", "p");
-      }
+      if (i === runEnd) place = paragraph;
+      if (runs.has(i)) {
+        // The space before a run belongs to the line, not to the run.
+        if (lead !== "") paragraph.append(lead);
+        runEnd = runs.get(i)!;
+        place = make("span", "run");
+        place.dir = main === "ltr" ? "rtl" : "ltr";
+        paragraph.append(place);
+      } else if (lead !== "") place.append(lead);
+      place.append(this.box(i, core));
+      if (!core.endsWith("\u23ce")) return;
+      if (core.endsWith("\u23ce\u23ce")) paragraph.classList.add("gap");
+      all.append(paragraph);
+      paragraph = make("div", "p");
+      place = paragraph;
     });
     all.append(paragraph);
     this.root.append(all);
+  }
+
+  private box(token: number, core: string): HTMLElement {
+    const element = make("bdi", /^[\u2400-\u2421\u23ce\u2192\u21e5\u00b7]+$/.test(core) ? "t sign" : "t");
+    element.textContent = core.replace(/\u23ce(?![\u23ce]|$)/g, "\u23ce\n");
+    element.id = `t${token}`;
+    element.setAttribute("role", "option");
+    element.setAttribute("aria-selected", "false");
+    this.elements.push(element);
+    return element;
   }
 
   get length(): number {
@@ -89,13 +106,20 @@ export class TokenText {
   select(token: number): void {
     if (this.selected !== null) {
       this.selected.setAttribute("aria-selected", "false");
-      this.selected.parentElement?.classList.remove("here");
+      this.markWay(this.selected, false);
     }
     const element = this.elements[token]!;
     element.setAttribute("aria-selected", "true");
-    element.parentElement?.classList.add("here");
+    this.markWay(element, true);
     this.root.setAttribute("aria-activedescendant", element.id);
     this.selected = element;
+  }
+
+  /** What lies around the selected token is marked, so that all that follows it can be dimmed by style alone. */
+  private markWay(element: HTMLElement, here: boolean): void {
+    for (let around = element.parentElement; around !== null && around !== this.root; around = around.parentElement) {
+      around.classList.toggle("here", here);
+    }
   }
 
   /** Shades the sources relative to `largest`; the first token gets a dashed outline when it is left out. */
