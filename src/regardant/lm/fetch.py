@@ -19,6 +19,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,11 @@ NAMED = {
 _TEMPORARY = ".fetching-"
 _POLL_SECONDS = 0.1
 _BLOCK = 1 << 20
+
+# What pip's several versions write when there is no network.
+_UNREACHABLE = re.compile(
+    r"Retrying \(|connection (broken|error)|name resolution|network is unreachable|max retries", re.IGNORECASE
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,6 +258,9 @@ def _size(folder: Path) -> int:
 
 def _last_error(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    if any(_UNREACHABLE.search(line) for line in lines):
+        # pip's last word is then that there is no such package, which is not what is wrong.
+        return "pip cannot reach the package index"
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")] or [
         *filter(None, lines)
     ]

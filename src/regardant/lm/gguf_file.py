@@ -253,12 +253,12 @@ def hugging_face_config(file: GGUFFile) -> dict[str, Any]:
     if fields.get("expert_count", 0):
         raise LoadError(f"{file.path}: is a mixture of {fields.get('expert_count')} experts, not implemented")
     heads = fields.get("attention.head_count")
-    head_width = fields.get("attention.key_length", fields.get("embedding_length") // heads)
+    head_width = fields.get("attention.key_length", fields.get("embedding_length") // max(1, heads))
     window = fields.get("attention.sliding_window", 0) or None
     _same_width(fields, head_width)
     mapping = {
         "model_type": "mistral" if architecture == "llama" and window else architecture,
-        "num_hidden_layers": fields.get("block_count"),
+        "num_hidden_layers": _layers(fields),
         "hidden_size": fields.get("embedding_length"),
         "intermediate_size": fields.get("feed_forward_length"),
         "num_attention_heads": heads,
@@ -292,6 +292,15 @@ class _Fields:
         if not isinstance(value, int | float) or value < 0:
             raise LoadError(f"{self.file.path}: {name} must be one number for all layers; got {value!r:.60}")
         return value
+
+
+def _layers(fields: _Fields) -> int:
+    layers = int(fields.get("block_count"))
+    if layers > len(fields.file.tensors) > 0:  # before anything is laid out for as many
+        raise LoadError(
+            f"{fields.file.path}: is damaged: {layers} layers of {len(fields.file.tensors)} tensors"
+        )
+    return layers
 
 
 def _same_width(fields: _Fields, head_width: int) -> None:

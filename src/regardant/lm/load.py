@@ -43,17 +43,24 @@ def load(
     Raises:
         LoadError, FetchError, ConfigError: subclasses of ValueError, with one sentence on what to do.
     """
-    path = Path(name_or_path).expanduser()
     wanted = shared.float_type(dtype)
     name = os.fspath(name_or_path)
-    if path.is_dir() and name:
-        return _from_folder(path, path.resolve().name, wanted, progress)
-    if path.is_file():
-        return _from_file(path, wanted, progress)
+    try:
+        return _load(name, wanted, progress)
+    except OSError as error:
+        raise LoadError(f"{error.filename or name}: cannot be read: {error.strerror or error}") from None
+
+
+def _load(name: str, dtype: Any, progress: Progress | None) -> LanguageModel:
+    path = Path(name).expanduser()
+    if name and os.path.isdir(path):  # noqa: PTH112 - pathlib's raises for a name that is too long
+        return _from_folder(path, path.resolve().name, dtype, progress)
+    if os.path.isfile(path):  # noqa: PTH113 - likewise
+        return _from_file(path, dtype, progress)
     if name in NAMED:
-        return _from_gguf(named_model(name, progress), name, wanted, progress)
+        return _from_gguf(named_model(name, progress), name, dtype, progress)
     _refuse_missing_path(path, name)
-    return _from_folder(hub_model(name, progress), name, wanted, progress)
+    return _from_folder(hub_model(name, progress), name, dtype, progress)
 
 
 def _refuse_missing_path(path: Path, name: str) -> None:
@@ -68,7 +75,7 @@ def _refuse_missing_path(path: Path, name: str) -> None:
     near = difflib.get_close_matches(name, NAMED, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise LoadError(
-        f"model {name!r} is not known, and there is no folder or file of that name; known are "
+        f"model {name!r:.80} is not known, and there is no folder or file of that name; known are "
         f"{', '.join(NAMED)}, a model folder, a .gguf file, or a hub name like HuggingFaceTB/SmolLM2-135M{hint}"
     )
 

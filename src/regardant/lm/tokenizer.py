@@ -313,13 +313,15 @@ def _keep_spaces_in_spans(backend: tokenizers.Tokenizer) -> None:
 
 
 def _backend_from_gguf(fields: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    kind, tokens = fields.get("model"), fields.get("tokens")
+    kind, tokens = fields.get("model"), _list(fields, "tokens", str)
     if not tokens:
         raise _KindError("holds no vocabulary: tokenizer.ggml.tokens is missing")
     for role in ("bos", "eos", "eot", "unknown", "padding"):
         index = fields.get(f"{role}_token_id", 0)
-        if not 0 <= index < len(tokens):
-            raise _KindError(f"tokenizer.ggml.{role}_token_id {index} lies outside the {len(tokens)} tokens")
+        if not isinstance(index, int) or not 0 <= index < len(tokens):
+            raise _KindError(
+                f"tokenizer.ggml.{role}_token_id {index!r} lies outside the {len(tokens)} tokens"
+            )
     if kind == "gpt2":
         backend, bos_by_default = _byte_level_from_gguf(fields)
     elif kind == "llama":
@@ -329,6 +331,16 @@ def _backend_from_gguf(fields: Mapping[str, Any]) -> tokenizers.Tokenizer:
     _add_special_tokens(backend, fields)
     _add_ends(backend, fields, bos_by_default=bos_by_default)
     return backend
+
+
+def _list(fields: Mapping[str, Any], name: str, kind: type, length: int | None = None) -> list[Any]:
+    """Give a field that is a list, checked; one that is missing counts as empty."""
+    values = fields.get(name, [])
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise _KindError(f"is damaged: tokenizer.ggml.{name} must be a list of {kind.__name__}")
+    if length is not None and len(values) not in {0, length}:
+        raise _KindError(f"is damaged: {length} tokens have {len(values)} entries in tokenizer.ggml.{name}")
+    return values
 
 
 def _byte_level_from_gguf(fields: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
@@ -377,7 +389,7 @@ def _split(pattern: str) -> Any:  # a tokenizers.pre_tokenizers.PreTokenizer
 
 def _merges(fields: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     merges = []
-    for merge in fields.get("merges", ()):
+    for merge in _list(fields, "merges", str):
         left, _, right = merge.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise _KindError(f"is damaged: merge {merge!r} is of tokens that are not in the vocabulary")
@@ -406,9 +418,9 @@ def _sentencepiece_from_gguf(fields: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 def _merges_from_scores(fields: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     """Every way to make a token of two others, best score first: SentencePiece keeps no list of merges."""
-    scores = fields.get("scores", ())
-    if len(scores) != len(fields["tokens"]):
-        raise _KindError(f"is damaged: {len(fields['tokens'])} tokens have {len(scores)} scores")
+    scores = _list(fields, "scores", float, len(fields["tokens"]))
+    if not scores:
+        raise _KindError("holds neither scores nor merges of its tokens")
     found = []
     for token, index in vocabulary.items():
         for cut in range(1, len(token)):
@@ -422,12 +434,10 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, fields: Mapping[str, Any]
     """Keep whole, wherever they stand in a text, what the file marks as control, unknown or user-defined."""
     from tokenizers import AddedToken
 
-    kinds = fields.get("token_type") or [1] * len(fields["tokens"])
-    if len(kinds) != len(fields["tokens"]):
-        raise _KindError(f"is damaged: {len(fields['tokens'])} tokens have {len(kinds)} types")
+    kinds = _list(fields, "token_type", int, len(fields["tokens"]))
     marked = [
         AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
-        for token, kind in zip(fields["tokens"], kinds, strict=True)
+        for token, kind in zip(fields["tokens"], kinds, strict=bool(kinds))
         if kind in {_UNKNOWN, _CONTROL, _USER_DEFINED} and token
     ]
     backend.add_tokens(marked)
