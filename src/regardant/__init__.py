@@ -12,13 +12,23 @@ from regardant.cache import KVCache
 from regardant.looks import Look
 from regardant.ops import attention, look
 from regardant.reference import causal_attention, multi_head_attention
+from regardant.threads import set_num_threads
 
 if TYPE_CHECKING:
     from regardant.lm.language_model import LanguageModel
 
 __version__ = "0.1.0"
 
-__all__ = ["KVCache", "Look", "attention", "causal_attention", "load", "look", "multi_head_attention"]
+__all__ = [
+    "KVCache",
+    "Look",
+    "attention",
+    "causal_attention",
+    "load",
+    "look",
+    "multi_head_attention",
+    "set_num_threads",
+]
 
 
 def load(name: str, *, dtype: str = "float32") -> LanguageModel:

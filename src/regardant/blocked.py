@@ -18,9 +18,12 @@ Sources: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax";
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
+
+from regardant.threads import each
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +33,14 @@ if TYPE_CHECKING:
 # One tile of scores over all heads: small enough to stay in cache, large enough that Python's share is small.
 TILE = 2**18
 QUERIES = 128
-KEYS = 256
+KEYS = 1024
+
+# OpenBLAS gives a product of at most so many multiplications to one thread. Larger ones it splits in ways that
+# change the last bits with the number of threads.
+PRODUCT = 2**18
+
+# Hidden NaN and Inf may pass through the arithmetic of a tile; the mask takes them out of every result.
+QUIET: Final = {"invalid": "ignore", "over": "ignore", "divide": "ignore", "under": "ignore"}
 
 
 def attend(problem: Problem, watch: Watch | None = None) -> dict[str, Array]:
@@ -53,19 +63,24 @@ def attend(problem: Problem, watch: Watch | None = None) -> dict[str, Array]:
             "top_weights": np.zeros((B, H, T, watch.top), dtype),
         }
     queries, keys = _tile_shape(problem)
-    # Hidden NaN and Inf may pass through the arithmetic of a tile; the mask takes them out of every result.
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
-        for b, t in _query_blocks(B if H else 0, T, queries):
-            rows = _Rows(problem, t.stop - t.start, watch)
-            q_GNd = _queries(problem, b, t)
+
+    def work(block: tuple[int, slice]) -> None:
+        b, t = block
+        rows = _Rows(problem, t.stop - t.start, watch)
+        q_GNd = _queries(problem, b, t)
+        with np.errstate(**QUIET):
             for s in _key_blocks(problem, b, t, keys):
                 tile = _scores(problem, b, q_GNd, t, s)
                 if tile is not None:
                     rows.take(*tile, _rows_contiguous(problem.v_BGSE[b, :, s], dtype), s.start)
             for name, part in rows.finish().items():
                 seen[name][b, :, t] = part.reshape(H, *part.shape[2:])
-        if watch is not None and (watch.received or watch.pooled):
-            seen |= _column_sums(problem, seen["lse"], watch)
+
+    # The last queries see the most keys: begun first, they do not leave one thread working alone at the end.
+    blocks = [(b, t) for b in range(B if H else 0) for t in _cut(T, queries)][::-1]
+    each(work, blocks, small=_is_small(problem))
+    if watch is not None and (watch.received or watch.pooled):
+        seen |= _column_sums(problem, seen["lse"], watch)
     return seen
 
 
@@ -187,9 +202,9 @@ def _mix(p_GRts: Array, v_GsE: Array, visible: Array | None) -> Array:
     G, R, t, s = p_GRts.shape
     p_GNs = p_GRts.reshape(G, R * t, s)
     if visible is None or np.isfinite(v_GsE).all():
-        return (p_GNs @ v_GsE).reshape(G, R, t, -1)
+        return _product(p_GNs, v_GsE).reshape(G, R, t, -1)
     finite_s: Array = np.all(np.isfinite(v_GsE), axis=(0, -1))
-    n_GRtE = (p_GNs @ np.where(finite_s[:, None], v_GsE, 0)).reshape(G, R, t, -1)
+    n_GRtE = _product(p_GNs, np.where(finite_s[:, None], v_GsE, 0)).reshape(G, R, t, -1)
     visible_GRts = np.broadcast_to(visible, p_GRts.shape)
     for j in np.flatnonzero(~finite_s):
         n_GRtE += np.where(visible_GRts[..., j, None], p_GRts[..., j, None] * v_GsE[:, None, None, j], 0)
@@ -210,7 +225,9 @@ def _scores(
     if visible is not None and not visible.any():
         return None
     k_GsD = _rows_contiguous(problem.k_BGSD[b, :, s], q_GNd.dtype)
-    s_GRts = (q_GNd @ k_GsD.swapaxes(-1, -2)).reshape(G, H // G, len(p_t1), len(j_s))
+    s_GRts = _product(q_GNd, k_GsD.swapaxes(-1, -2)).reshape(G, H // G, len(p_t1), len(j_s))
+    if not _is_power_of_two(problem.scale):
+        s_GRts *= s_GRts.dtype.type(problem.scale)
     if problem.softcap is not None:
         s_GRts /= problem.softcap
         np.tanh(s_GRts, out=s_GRts)
@@ -256,11 +273,19 @@ def _per_head(tile_Hts: Array, G: int) -> Array:
 
 
 def _queries(problem: Problem, b: int, t: slice | Array) -> Array:
-    """The queries `t` of one batch row, scaled, the heads that share keys folded into rows: (G, R·t, D)."""
+    """The queries `t` of one batch row, the heads that share keys folded into rows: (G, R·t, D).
+
+    They carry the scale if that costs no rounding, as for D = 16, 64 or 256; `_scores` applies any other.
+    """
     _, H, G, _, _, D, _ = problem.sizes
     q_HtD: Array = problem.q_BHTD[b][:, t].astype(problem.accumulator)
-    q_HtD *= problem.accumulator.type(problem.scale)
+    if _is_power_of_two(problem.scale):
+        q_HtD *= problem.accumulator.type(problem.scale)
     return q_HtD.reshape(G, H // G * q_HtD.shape[1], D)
+
+
+def _is_power_of_two(number: float) -> bool:
+    return abs(math.frexp(number)[0]) == 0.5
 
 
 def _rows_contiguous(x_GsW: Array, dtype: np.dtype[np.floating]) -> Array:
@@ -271,18 +296,39 @@ def _rows_contiguous(x_GsW: Array, dtype: np.dtype[np.floating]) -> Array:
     return np.ascontiguousarray(x_GsW, dtype=dtype)
 
 
+def _product(a_GNK: Array, b_GKM: Array) -> Array:
+    """The matrix products a @ b, a few rows at a time, so that their bits do not depend on BLAS's threads."""
+    G, N, K = a_GNK.shape
+    M = b_GKM.shape[-1]
+    if N == 1:  # a single row would go to the matrix-vector product, which splits its sums sooner
+        return _product(np.repeat(a_GNK, 2, axis=1), b_GKM)[:, :1]
+    rows = max(2, PRODUCT // (K * M))
+    out_GNM = np.empty((G, N, M), a_GNK.dtype)
+    for first in range(0, N, rows):
+        # A lone row at the end would again be a matrix-vector product: it is done together with its neighbour.
+        piece = slice(min(first, N - 2), first + rows)
+        np.matmul(a_GNK[:, piece], b_GKM, out=out_GNM[:, piece])
+    return out_GNM
+
+
 def _tile_shape(problem: Problem) -> tuple[int, int]:
-    """How many queries and keys make a tile. It depends on the shapes alone, so that equal input gives equal bits."""
-    _, H, _, T, S, *_ = problem.sizes
+    """How many queries and keys make a tile: a matter of the shapes alone, so that equal input gives equal bits."""
+    _, H, G, T, _, D, E = problem.sizes
     queries = min(max(T, 1), QUERIES)
-    keys = max(KEYS // 4, TILE // max(1, H * queries))
-    return queries, min(max(S, 1), keys if queries < QUERIES else min(keys, KEYS))
+    keys = min(KEYS, max(64, TILE // max(1, H * queries)))
+    # What one thread multiplies at a time should be 16 rows high, if there are so many, by all keys of a tile.
+    rows = min(16, max(2, H // max(G, 1) * queries))
+    return queries, max(1, min(keys, PRODUCT // (rows * max(D, E))))
 
 
-def _query_blocks(B: int, T: int, queries: int) -> Iterator[tuple[int, slice]]:
-    for b in range(B):
-        for first in range(0, T, queries):
-            yield b, slice(first, min(first + queries, T))
+def _is_small(problem: Problem) -> bool:
+    """Whether the work is too little for more than one thread to pay."""
+    B, H, _, T, S, *_ = problem.sizes
+    return B * H * T * S < TILE
+
+
+def _cut(count: int, size: int) -> list[slice]:
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
 def _key_blocks(problem: Problem, b: int, t: slice, keys: int) -> Iterator[slice]:
@@ -297,26 +343,27 @@ def _key_blocks(problem: Problem, b: int, t: slice, keys: int) -> Iterator[slice
 
 
 def _column_sums(problem: Problem, lse_BHT: Array, watch: Watch) -> dict[str, Array]:
-    """A second pass, over finished weights: what each key gave in all, and the mass in blocks of the matrix."""
+    """A second pass, over finished weights: what each key gave in all, and the mass in blocks of the matrix.
+
+    One head after another: sums over queries meet in the same place, and so always in the same order.
+    """
     B, H, _, T, S, *_ = problem.sizes
-    received = np.zeros((B, H, S))
     R, C = watch.pooled or (1, 1)
-    pooled = np.zeros((B, H, R, C))
     row_T, column_S = _block_of(T, R), _block_of(S, C)
-    queries, keys = _tile_shape(problem)
-    for b, t in _query_blocks(B if H else 0, T, queries):
-        q_GNd = _queries(problem, b, t)
-        for s in _key_blocks(problem, b, t, keys):
-            tile = _scores(problem, b, q_GNd, t, s)
-            if tile is None:
-                continue
-            a_Hts = _weights(*tile, lse_BHT[b][:, t])
-            received[b, :, s] += a_Hts.sum(axis=-2)
-            if watch.pooled is not None:
-                rows, row_starts = np.unique(row_T[t], return_index=True)
-                columns, column_starts = np.unique(column_S[s], return_index=True)
-                blocks = np.add.reduceat(a_Hts.astype(np.float64), row_starts, axis=-2)
-                pooled[b][:, rows[:, None], columns] += np.add.reduceat(blocks, column_starts, axis=-1)
+    received, pooled = np.zeros((B, H, S)), np.zeros((B, H, R, C))
+
+    def work(at: tuple[int, int]) -> None:
+        b, h = at
+        with np.errstate(**QUIET):
+            for t, s, a_ts in _weight_tiles(problem.head(h), b, lse_BHT[b, h]):
+                received[b, h, s] += a_ts.sum(axis=0)
+                if watch.pooled is not None:
+                    rows, row_starts = np.unique(row_T[t], return_index=True)
+                    columns, column_starts = np.unique(column_S[s], return_index=True)
+                    blocks = np.add.reduceat(a_ts.astype(np.float64), row_starts, axis=0)
+                    pooled[b, h][rows[:, None], columns] += np.add.reduceat(blocks, column_starts, axis=1)
+
+    each(work, [(b, h) for b in range(B) for h in range(H)], small=_is_small(problem))
     seen: dict[str, Array] = {}
     if watch.received:
         seen["received"] = received.astype(problem.accumulator)
@@ -325,35 +372,52 @@ def _column_sums(problem: Problem, lse_BHT: Array, watch: Watch) -> dict[str, Ar
     return seen
 
 
+def _weight_tiles(head: Problem, b: int, lse_T: Array) -> Iterator[tuple[slice, slice, Array]]:
+    """All tiles of finished weights of a problem of one head that anything is visible in."""
+    T = len(lse_T)
+    queries, keys = _tile_shape(head)
+    for t in _cut(T, queries):
+        q_GNd = _queries(head, b, t)
+        for s in _key_blocks(head, b, t, keys):
+            tile = _scores(head, b, q_GNd, t, s)
+            if tile is not None:
+                yield t, s, _weights(*tile, lse_T[t])
+
+
 def _block_of(count: int, parts: int) -> Array:
     """The block of each of `count` positions, where block r holds count·r//parts … count·(r+1)//parts."""
     edges = count * np.arange(1, parts + 1) // parts
     return np.searchsorted(edges, np.arange(count), side="right")
 
 
-def _weights(s_GRts: Array, visible: Array | None, lse_Ht: Array) -> Array:
-    """Finished weights e^(s − lse) of one tile, (H, t, s); hidden ones and rows that see nothing are 0."""
-    G, R, t, s = s_GRts.shape
-    lse_GRt = lse_Ht.reshape(G, R, t)
-    a_GRts: Array = np.exp(s_GRts - np.where(lse_GRt == -np.inf, 0, lse_GRt)[..., None])
+def _weights(s_GRts: Array, visible: Array | None, lse_t: Array) -> Array:
+    """Finished weights e^(s − lse) of one tile of one head, (t, s); hidden ones and rows that see nothing are 0."""
+    a_GRts: Array = np.exp(s_GRts - np.where(lse_t == -np.inf, 0, lse_t)[:, None])
     if visible is not None:
         np.copyto(a_GRts, 0, where=~visible)
-    return a_GRts.reshape(G * R, t, s)
+    return a_GRts[0, 0]
 
 
 def rows(problem: Problem, lse_BHT: Array, queries_N: Array, heads_M: Array) -> Array:
     """Weights of the given queries of the given heads, (B, M, N, S), from q, k and lse. Memory: the result."""
     B, _, _, _, S, *_ = problem.sizes
     a_BMNS = np.zeros((B, len(heads_M), len(queries_N), S), problem.accumulator)
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
-        for m, h in enumerate(heads_M):
-            head = problem.head(int(h))
-            _, keys = _tile_shape(head)
-            for b in range(B if len(queries_N) else 0):
-                reach = slice(int(queries_N.min()), int(queries_N.max()) + 1)
-                q_GNd = _queries(head, b, queries_N)
-                for s in _key_blocks(head, b, reach, keys):
-                    tile = _scores(head, b, q_GNd, queries_N, s)
+    if not queries_N.size:
+        return a_BMNS
+
+    def work(at: tuple[int, int]) -> None:
+        b, m = at
+        h = int(heads_M[m])
+        head = problem.head(h)
+        _, keys = _tile_shape(head)
+        for n in _cut(len(queries_N), QUERIES):
+            t = queries_N[n]
+            q_GNd = _queries(head, b, t)
+            with np.errstate(**QUIET):
+                for s in _key_blocks(head, b, slice(int(t.min()), int(t.max()) + 1), keys):
+                    tile = _scores(head, b, q_GNd, t, s)
                     if tile is not None:
-                        a_BMNS[b, m, :, s] = _weights(*tile, lse_BHT[b, h, queries_N][None])[0]
+                        a_BMNS[b, m, n, s] = _weights(*tile, lse_BHT[b, h, t])
+
+    each(work, [(b, m) for b in range(B) for m in range(len(heads_M))], small=a_BMNS.size < TILE)
     return a_BMNS

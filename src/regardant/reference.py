@@ -214,17 +214,11 @@ def _observe(problem: Problem, d: Dense, watch: Watch) -> dict[str, Array]:
         seen["received"] = a_BHTS.sum(axis=-2)
     if watch.pooled is not None:
         R, C = watch.pooled
-        row_RT = _blocks(T, R)
-        column_CS = _blocks(S, C)
-        seen["pooled"] = row_RT @ a_BHTS @ column_CS.T
+        seen["pooled"] = np.zeros((B, H, R, C))
+        for r, c in np.ndindex(R, C):
+            block = (slice(T * r // R, T * (r + 1) // R), slice(S * c // C, S * (c + 1) // C))
+            seen["pooled"][..., r, c] = a_BHTS[..., *block].sum(axis=(-2, -1))
     return seen
-
-
-def _blocks(count: int, parts: int) -> Array:
-    """Membership of `count` positions in `parts` blocks: block r holds count·r//parts … count·(r+1)//parts."""
-    edges = count * np.arange(parts + 1) // parts
-    at = np.arange(count)
-    return ((at >= edges[:-1, None]) & (at < edges[1:, None])).astype(np.float64)
 
 
 def rows(problem: Problem, lse_BHT: Array, queries_N: Array, heads_M: Array) -> Array:

@@ -1,0 +1,67 @@
+"""How many threads the package's own work is spread over, and the spreading.
+
+Work is cut by its shape, never by the number of threads, so that the bits of a result do not depend on it.
+Threads live for one call: nothing is left over to go wrong after a fork.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Item = TypeVar("Item")
+
+_chosen: int | None = None
+
+
+def set_num_threads(count: int) -> None:
+    """Use `count` threads from now on, in the whole process.
+
+    Raises:
+        TypeError: a count that is no integer. `ValueError`: one below 1.
+    """
+    global _chosen  # noqa: PLW0603 - a process-wide setting is what this is
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"set_num_threads: count must be an integer; got {count!r}")
+    if count < 1:
+        raise ValueError(f"set_num_threads: count must be at least 1; got {count}")
+    _chosen = count
+
+
+def num_threads() -> int:
+    """The threads in use: what `set_num_threads` said, else OMP_NUM_THREADS, else the CPUs this process may run on.
+
+    Raises:
+        ValueError: an OMP_NUM_THREADS that does not begin with a number of at least 1.
+    """
+    if _chosen is not None:
+        return _chosen
+    said = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if said:
+        first = said.split(",", maxsplit=1)[0].strip()  # OpenMP allows a list, one number per nesting level
+        if not first.isdecimal() or int(first) < 1:
+            raise ValueError(f"OMP_NUM_THREADS must be a number of at least 1; got {said!r}")
+        return int(first)
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS and Windows do not tell
+        return os.cpu_count() or 1
+
+
+def each(work: Callable[[Item], None], items: Sequence[Item], *, small: bool = False) -> None:
+    """Do `work` on every item, in any order, on the threads in use; all in this thread if the work is `small`.
+
+    An exception of any item is raised here, after the items already begun have ended.
+    """
+    count = 1 if small else min(num_threads(), len(items))
+    if count <= 1:
+        for item in items:
+            work(item)
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="regardant") as pool:
+        for done in [pool.submit(work, item) for item in items]:
+            done.result()

@@ -1,0 +1,122 @@
+"""Bad input: one sentence that names the argument, what was expected and what came, from every front door."""
+
+import re
+
+import numpy as np
+import pytest
+
+import regardant as rg
+
+Q = np.zeros((2, 8, 16, 64), np.float32)
+K = np.zeros((2, 4, 9, 64), np.float32)
+V = np.zeros((2, 4, 9, 32), np.float32)
+
+WRONG = [
+    ({"k": K[..., :32]}, ValueError, "k must be (2, G, S, 64) to match q (2, 8, 16, 64); got (2, 4, 9, 32)"),
+    ({"k": K[0]}, ValueError, "k must be (2, G, S, 64) to match q (2, 8, 16, 64); got (4, 9, 64)"),
+    ({"k": K[:1]}, ValueError, "k must be (2, G, S, 64) to match q (2, 8, 16, 64); got (1, 4, 9, 64)"),
+    ({"v": V[:, :, :8]}, ValueError, "v must be (2, 4, 9, E) to match k (2, 4, 9, 64); got (2, 4, 8, 32)"),
+    ({"v": V[0]}, ValueError, "v must be (2, 4, 9, E) to match k (2, 4, 9, 64); got (4, 9, 32)"),
+    ({"k": K[:, :3], "v": V[:, :3]}, ValueError, "q's heads must be a multiple of k's; got 8 and 3"),
+    ({"k": K[:, :0], "v": V[:, :0]}, ValueError, "q's heads must be a multiple of k's; got 8 and 0"),
+    ({"q": Q[None]}, ValueError, "q must be (B, H, T, D), (H, T, D) or (T, D); got (1, 2, 8, 16, 64)"),
+    ({"q": Q[0, 0, 0]}, ValueError, "q must be (B, H, T, D), (H, T, D) or (T, D); got (64,)"),
+    ({"q": Q[..., :0], "k": K[..., :0]}, ValueError, "q and v must be at least 1 wide"),
+    ({"v": V[..., :0]}, ValueError, "q and v must be at least 1 wide"),
+    ({"q": Q.tolist()}, TypeError, "q must be a NumPy array; got builtins.list"),
+    ({"q": np.ma.masked_array(Q)}, TypeError, "q must be a NumPy array; got MaskedArray of float32"),
+    ({"q": Q.astype(int)}, TypeError, "q must be one of float64, float32, float16, bfloat16; got int64"),
+    ({"q": Q.astype(complex)}, TypeError, "q must be one of float64, float32, float16, bfloat16; got complex128"),
+    ({"q": Q.astype(">f4")}, TypeError, "q must be one of float64, float32, float16, bfloat16; got >f4"),
+    ({"k": K.astype(np.float16)}, TypeError, "k must be float32 to match q; got float16"),
+    ({"v": V.astype(np.float64)}, TypeError, "v must be float32 to match q; got float64"),
+    ({"causal": 1}, TypeError, "causal must be True or False; got 1"),
+    ({"offset": 1.0}, TypeError, "offset must be an integer; got 1.0"),
+    ({"offset": True}, TypeError, "offset must be an integer; got True"),
+    ({"window": 0}, ValueError, "window must be at least 1; got 0"),
+    ({"window": "4"}, TypeError, "window must be an integer; got '4'"),
+    ({"starts": [1, 2, 3]}, ValueError, "starts must be (2,), one number per batch row; got (3,)"),
+    ({"starts": 1}, ValueError, "starts must be (2,), one number per batch row; got ()"),
+    ({"starts": [0, -1]}, ValueError, "starts must lie between 0 and the 9 keys; got -1"),
+    ({"lengths": [9, 10]}, ValueError, "lengths must lie between 0 and the 9 keys; got 10"),
+    ({"lengths": [1.0, 2.0]}, TypeError, "lengths must be integers; got float64"),
+    ({"lengths": [True, False]}, TypeError, "lengths must be integers; got bool"),
+    ({"segments": np.zeros((2, 16), int)}, TypeError, "segments must be a pair, ids of the queries and of the keys"),
+    ({"segments": (np.zeros((2, 9), int), np.zeros((2, 9), int))}, ValueError,
+     "segments of the queries must be (2, 16); got (2, 9)"),
+    ({"segments": (np.zeros((2, 16), int), np.zeros((2, 9)))}, TypeError, "segments of the keys must be integers"),
+    ({"mask": np.ones((16, 9))}, TypeError, "mask must be a boolean NumPy array, True = visible; got ndarray of float64"),
+    ({"mask": np.ones((9, 16), bool)}, ValueError,
+     "mask must broadcast to (B, H, T, S) = (2, 8, 16, 9); got (9, 16)"),
+    ({"mask": np.ones((1, 2, 8, 16, 9), bool)}, ValueError, "mask must broadcast to (B, H, T, S)"),
+    ({"mask": [[True]]}, TypeError, "mask must be a boolean NumPy array"),
+    ({"mask": np.ma.masked_array(np.ones((16, 9), bool))}, TypeError, "mask must be a plain NumPy array"),
+    ({"bias": np.ones((16, 9), bool)}, TypeError, "bias must be a floating NumPy array, added to the scores"),
+    ({"bias": np.ones((4, 16, 9), np.float32)}, ValueError,
+     "bias must broadcast to (B, H, T, S) = (2, 8, 16, 9); got (4, 16, 9)"),
+    ({"alibi": np.ones(4)}, ValueError, "alibi must be (8,), one number per query head; got (4,)"),
+    ({"sinks": np.ones((8, 1))}, ValueError, "sinks must be (8,), one number per query head; got (8, 1)"),
+    ({"sinks": ["a"] * 8}, TypeError, "sinks must be numbers; got <U1"),
+    ({"softcap": 0}, ValueError, "softcap must be greater than 0, or None for no cap; got 0"),
+    ({"softcap": float("inf")}, ValueError, "softcap must be finite; got inf"),
+    ({"scale": float("nan")}, ValueError, "scale must be finite; got nan"),
+    ({"scale": "x"}, TypeError, "scale must be a number; got 'x'"),
+    ({"scale": True}, TypeError, "scale must be a number; got True"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["attention", "look"])
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize(("wrong", "error", "says"), WRONG, ids=[says[:60] for _, _, says in WRONG])
+def test_bad_input_is_named(op, impl, wrong, error, says):
+    given = {"q": Q, "k": K, "v": V, "impl": impl} | wrong
+    arrays = [given.pop(name) for name in "qkv"]
+    with pytest.raises(error, match=re.escape(f"{op}: {says}")):
+        getattr(rg, op)(*arrays, **given)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"top": -1}, ValueError, "look: top must be at least 0; got -1"),
+        ({"top": 2.0}, TypeError, "look: top must be an integer; got 2.0"),
+        ({"received": 1}, TypeError, "look: received must be True or False; got 1"),
+        ({"pooled": 4}, TypeError, "look: pooled must be a pair (query blocks, key blocks); got 4"),
+        ({"pooled": (0, 4)}, ValueError, "look: pooled's query blocks must be at least 1; got 0"),
+        ({"pooled": (4, 1.5)}, TypeError, "look: pooled's key blocks must be an integer; got 1.5"),
+    ],
+)
+def test_what_look_is_asked_for_is_checked(wrong, error, says):
+    with pytest.raises(error, match=re.escape(says)):
+        rg.look(Q, K, V, **wrong)
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="dropout"):
+        rg.attention(Q, K, V, dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "error", "says"),
+    [
+        (16, None, ValueError, "rows: queries must lie between -16 and 15; got 16"),
+        ([-17], None, ValueError, "rows: queries must lie between -16 and 15; got -17"),
+        (0, [8], ValueError, "rows: heads must lie between -8 and 7; got 8"),
+        (0.5, None, TypeError, "rows: queries must be integers; got float64"),
+        ([[0]], None, ValueError, "rows: queries must be a number or a flat list of them; got shape (1, 1)"),
+        ([True], None, TypeError, "rows: queries must be integers; got bool"),
+    ],
+)
+def test_rows_checks_its_indices(queries, heads, error, says):
+    look = rg.look(Q, K, V)
+    with pytest.raises(error, match=re.escape(says)):
+        look.rows(queries, heads)
+
+
+def test_nothing_is_written_into_the_inputs():
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(a.shape).astype(np.float32) for a in (Q, K, V)]
+    before = [a.copy() for a in arrays]
+    rg.look(*arrays, received=True, softcap=2.0, bias=before[0][0, 0, :, :9].copy())
+    for array, was in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array, was)
