@@ -556,6 +556,11 @@ def test_ids_of_no_shape_are_refused(ids):
         ours(tiny("llama")).logits(ids)
 
 
+def test_rows_of_several_lengths_are_refused():
+    with pytest.raises(UserError, match="ids must be rows of one length"):
+        ours(tiny("llama")).logits([[1], [1, 2]])
+
+
 def test_ids_that_are_no_whole_numbers_are_refused():
     with pytest.raises(TypeError, match=r"^ids must be whole numbers; got float64"):
         ours(tiny("llama")).logits([1.5])

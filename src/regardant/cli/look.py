@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from regardant.lm.run import Run, Sources, Token
 
-# A sentence with something to see.
-EXAMPLE_TEXT = "The trophy did not fit in the suitcase because it was too big"
-EXAMPLE_WORD = "it"
+# In SmolLM2, "another" draws more on the sheep than on any other word, the first token set aside.
+EXAMPLE_TEXT = "The dragon ate one sheep and asked for another"
+EXAMPLE_WORD = "another"
 
 _BAR_WIDTH = 24
 
@@ -202,8 +202,8 @@ def describe(run: Run, sources: Sources, remark: str) -> None:
 
     token = sources.token
     terminal.say(
-        f"{terminal.inert(run.model_name)}: where {_quoted(run.text, token)}, token {token.index} of "
-        f"{terminal.count(len(run.tokens), 'token')}, drew from\n"
+        f"{terminal.inert(run.model_name)}: where {_quoted(run.text, token)} "
+        f"(token {token.index} of 0 to {len(run.tokens) - 1}) drew from\n"
     )
     if remark:
         terminal.say(f"({terminal.inert(remark)})\n")
@@ -233,6 +233,12 @@ def describe(run: Run, sources: Sources, remark: str) -> None:
         f"The first token ({_quoted(run.text, run.tokens[0])}), on which heads rest that look for nothing, "
         f"had {_percent(sources.sink)} of the attention, {_percent(sources.sink_written)} of what was written.\n"
     )
+    others = [item for item in sources.items if item.token.index not in {0, token.index}]
+    if others:
+        most = max(others, key=lambda item: item.written)
+        terminal.say(
+            f"Of the other tokens, {_quoted(run.text, most.token)} gave most: {_percent(most.written)}.\n"
+        )
 
 
 def name_of(text: str, token: Token) -> str:

@@ -9,6 +9,7 @@ Shape legend: B batch, T tokens, V vocabulary, C width of the residual stream.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -116,7 +117,10 @@ class LanguageModel:
         ids_BT = self._checked(ids)
         hidden_BTC = model.forward(self._array(ids_BT), self.weights, self.config, cache=cache)
         cache.advance(ids_BT.shape[1])
-        return _to_numpy(model.logits(hidden_BTC[:, -1:], self.weights, self.config))[0, 0]
+        logits_V: NDArray[np.float32] = _to_numpy(
+            model.logits(hidden_BTC[:, -1:], self.weights, self.config)
+        )[0, 0]
+        return logits_V
 
     def generate(
         self,
@@ -238,7 +242,10 @@ class LanguageModel:
 
     def _checked(self, ids: ArrayLike) -> NDArray[np.int64]:
         """`ids` as (B, T), each with a row in the embedding."""
-        given = np.asarray(ids)
+        try:
+            given = np.asarray(ids)
+        except ValueError as error:
+            raise UserError("ids must be rows of one length; pad them on the left and give starts") from error
         if given.ndim not in {1, 2} or given.size == 0:
             raise UserError(f"ids must be (T,) or (B, T) with at least one token; got shape {given.shape}")
         if not np.issubdtype(given.dtype, np.integer):
@@ -261,7 +268,7 @@ def _check_message(message: object) -> None:
 
 
 def _checked_starts(starts: Sequence[int], rows: int, length: int) -> list[int]:
-    firsts = [int(start) for start in starts]
+    firsts = [operator.index(start) for start in starts]
     if len(firsts) != rows or not all(0 <= first <= length for first in firsts):
         raise UserError(f"starts must be {rows} positions between 0 and {length}; got {list(starts)}")
     return firsts
