@@ -70,7 +70,7 @@ def _refuse_missing_path(path: Path, name: str) -> None:
         and path.suffix not in {".gguf", ".safetensors"}
     ):
         return
-    if len(path.parts) > 1 or path.suffix in {".gguf", ".safetensors"}:
+    if "/" in name or os.sep in name or path.suffix in {".gguf", ".safetensors"}:
         raise LoadError(f"{path}: there is no such folder or file")
     near = difflib.get_close_matches(name, NAMED, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -108,21 +108,20 @@ class Tokenizer:
 
     @classmethod
     def _with_siblings(cls, backend: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
-        settings = read_json(folder / "tokenizer_config.json", optional=True)
-        special = {
-            role: text if isinstance(text, str) else text["content"]
-            for role, text in settings.items()
-            if role.endswith("_token")
-            and (isinstance(text, str) or (isinstance(text, dict) and "content" in text))
-        }
-        eos = _ids(backend.token_to_id(special["eos_token"])) if "eos_token" in special else []
-        for name in ("generation_config.json", "config.json"):
-            eos += _ids(read_json(folder / name, optional=True).get("eos_token_id"))
+        files = ("special_tokens_map.json", "tokenizer_config.json", "config.json", "generation_config.json")
+        old, settings, *configs = (read_json(folder / name, optional=True) for name in files)
+        special = _special_texts({**old, **settings})
+        bos = [backend.token_to_id(special.get("bos_token", ""))] + [
+            config.get("bos_token_id") for config in configs
+        ]
+        eos = [backend.token_to_id(special.get("eos_token", ""))] + [
+            config.get("eos_token_id") for config in configs
+        ]
         _keep_spaces_in_spans(backend)
         return cls(
             backend,
-            bos=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
-            eos=eos,
+            bos=next(iter(_ids(bos)), None),
+            eos=_ids(eos),
             chat_template=_chat_template(folder, settings),
             special=special,
         )
@@ -150,7 +149,9 @@ class Tokenizer:
             backend,
             bos=ids["bos_token"],
             eos=[index for index in (ids["eos_token"], fields.get("eot_token_id")) if index is not None],
-            chat_template=metadata.get("tokenizer.chat_template"),
+            chat_template=template
+            if isinstance(template := metadata.get("tokenizer.chat_template"), str)
+            else None,
             special={role: tokens[index] for role, index in ids.items() if index is not None},
         )
 
@@ -243,9 +244,19 @@ class _KindError(ValueError):
     """A vocabulary that cannot be used; whoever knows the file's name completes the sentence."""
 
 
-def _ids(value: object) -> list[int]:
-    """Give the ids of a field that holds one, several or none."""
-    return [index for index in (value if isinstance(value, list) else [value]) if isinstance(index, int)]
+def _special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Give the texts of the special tokens by role; a file holds each as it is, or in an object."""
+    named = {role: value for role, value in settings.items() if role.endswith("_token")}
+    texts = {
+        role: value.get("content") if isinstance(value, dict) else value for role, value in named.items()
+    }
+    return {role: text for role, text in texts.items() if isinstance(text, str)}
+
+
+def _ids(fields: Iterable[object]) -> list[int]:
+    """Give the ids in fields of which each may hold one, several or none."""
+    several = [field if isinstance(field, list) else [field] for field in fields]
+    return [index for ids in several for index in ids if isinstance(index, int)]
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
@@ -255,7 +266,8 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         return file.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = {entry.get("name"): entry.get("template") for entry in named}.get("default")
     return template if isinstance(template, str) else None
 
 
@@ -306,8 +318,7 @@ def _keep_spaces_in_spans(backend: tokenizers.Tokenizer) -> None:
     post = backend.post_processor
     steps = [post] if isinstance(post, processors.ByteLevel) else []
     if isinstance(post, processors.Sequence):
-        each = [post[n] for n in range(len(post))]
-        steps = [step for step in each if isinstance(step, processors.ByteLevel)]
+        steps = [step for step in iter(post) if isinstance(step, processors.ByteLevel)]
     for step in steps:
         step.trim_offsets = False
 
