@@ -128,6 +128,19 @@ def test_standard_input_that_is_not_utf8_names_the_byte(command):
     assert done.stderr == b"regardant: standard input is not UTF-8: byte 0xFF at offset 0\n"
 
 
+def test_a_closed_standard_input_is_refused():
+    closed = ["sh", "-c", f"{sys.executable} -m regardant look - <&-"]
+    done = subprocess.run(closed, capture_output=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == b"regardant: cannot read standard input: it is closed\n"
+
+
+def test_a_hostile_file_name_makes_no_second_line(capsys):
+    assert main(["look", "--file", "a\n\x1b[31mb"]) == 2
+    err = capsys.readouterr().err
+    assert err == "regardant: cannot read a⟨U+000A⟩⟨U+001B⟩[31mb: no such file or directory\n"
+
+
 def test_an_endless_file_is_not_read_for_ever():
     done = run("look", "--file", "/dev/zero")
     assert done.returncode == 2

@@ -46,8 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def complain(sentence: str) -> None:
-    """Say one sentence on the standard error."""
-    print(f"regardant: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 - what a command line is for
+    """Say one sentence, on one line of the standard error, whatever names of files it quotes."""
+    from regardant.cli.terminal import inert
+
+    sys.stderr.write(f"regardant: {inert(sentence)}\n")
+    sys.stderr.flush()
 
 
 def _prepare_streams() -> None:

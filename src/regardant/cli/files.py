@@ -36,7 +36,7 @@ def read_text(argument: str | None, file: Path | None) -> str | None:
     if argument is not None and file is not None:
         raise UserError("give the text itself or --file, not both")
     if argument == "-" or file == Path("-"):
-        return _without_last_break(_decoded(sys.stdin.buffer.read(LARGEST + 1), "standard input"))
+        return _without_last_break(_decoded(_standard_input(), "standard input"))
     if argument is not None:
         return _decoded(os.fsencode(argument), "the text")
     if file is None:
@@ -96,6 +96,15 @@ def _beside(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _standard_input() -> bytes:
+    if sys.stdin is None:
+        raise UserError("cannot read standard input: it is closed")
+    try:
+        return sys.stdin.buffer.read(LARGEST + 1)
+    except OSError as error:
+        raise UserError(f"cannot read standard input: {_reason(error)}") from error
 
 
 def _is_device(target: Path) -> bool:

@@ -93,6 +93,9 @@ def look(
         word = EXAMPLE_WORD if token is None and word is None else word
     if not given:
         raise UserError("the text is empty: give it at least one character")
+    if word is not None and not chat:
+        # Before any work: what is found here is what is looked for again in the tokens.
+        _places(given, word)
     page = out or (None if as_json else Path("look.html"))
     if page is not None:
         files.check_writable(page)
@@ -174,10 +177,8 @@ def find_word(text: str, tokens: Sequence[Token], word: str) -> tuple[int, str]:
         UserError: the text does not hold the word.
     """
     word = word.strip()
-    places = [match.start() for match in re.finditer(re.escape(word), text)]
+    places = _places(text, word)
     alone = [at for at in places if not _inside_a_word(text, at, at + len(word))]
-    if not places:
-        raise UserError(f"the text does not hold the word {word!r}")
     start = (alone or places)[-1]
     within = [t for t in tokens if t.start < start + len(word) and t.end > start]
     remarks = []
@@ -187,6 +188,13 @@ def find_word(text: str, tokens: Sequence[Token], word: str) -> tuple[int, str]:
         pieces = " + ".join(repr(t.text.strip()) for t in within)
         remarks.append(f"{word!r} is {len(within)} tokens, {pieces}; the last one is asked")
     return within[-1].index, "; ".join(remarks)
+
+
+def _places(text: str, word: str) -> list[int]:
+    places = [match.start() for match in re.finditer(re.escape(word.strip()), text)]
+    if not places:
+        raise UserError(f"the text does not hold the word {word.strip()!r}")
+    return places
 
 
 def _inside_a_word(text: str, start: int, end: int) -> bool:
