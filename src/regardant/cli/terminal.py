@@ -110,7 +110,8 @@ class _Bar:
 
     def report(self, done: int, total: int, what: str | None = None) -> None:
         if self._progress is None:
-            if time.monotonic() - self._began < PATIENCE_S:
+            is_over = 0 < total <= done
+            if is_over or time.monotonic() - self._began < PATIENCE_S:
                 return
             self._progress = _progress()
             self._task = self._progress.add_task(self._title)
