@@ -97,16 +97,16 @@ def test_pooled_is_the_mass_of_each_block(impl, R, C, name):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", OPTION_NAMES)
-def test_rows_within_the_error_budget(impl, dtype, name):
-    B, H, T, S = 2, 4, 150, 300
-    q, k, v = tensors(4, B, H, 2, T, S, 16, 3, dtype)
+def test_rows_within_the_error_budget(dtype, name):
+    B, H, T, S = 1, 2, 130, 140
+    q, k, v = tensors(4, B, H, 1, T, S, 16, 3, dtype)
     options = option_sets(5, B, H, T, S)[name]
-    look = rg.look(q, k, v, impl=impl, **options)
-    queries, heads = np.array([149, 0, 77, 128]), np.array([3, 1])
+    look = rg.look(q, k, v, impl="blocked", **options)
+    queries, heads = np.array([129, 0, 77, 128]), np.array([1, 0])
     got = look.rows(queries, heads)
     assert got.dtype == (np.float64 if dtype == np.float64 else np.float32)
     # Values that pick out one key each turn the naive output into naive weights.
-    picks = np.broadcast_to(np.eye(S, dtype=q.dtype), (B, 2, S, S))
+    picks = np.broadcast_to(np.eye(S, dtype=q.dtype), (B, 1, S, S))
     exact, _ = naive(q, k, picks, wide=np.longdouble, **options)
     wide = got.dtype
     naive_error = max(
@@ -142,7 +142,8 @@ def test_uniform_attention_has_the_entropy_of_a_fair_choice(impl):
     count = np.arange(1, 401)
     np.testing.assert_allclose(look.entropy[0, 0], np.log(count), rtol=4e-7, atol=1e-6)
     np.testing.assert_allclose(look.entropy[0, 1], np.log(count + 1), rtol=4e-7, atol=1e-6)
-    np.testing.assert_allclose(look.sink_weight[0, 1], 1 / (count + 1), rtol=4e-7)
+    # e^(sink − lse) inherits the rounding of an lse of up to 6 as a relative error.
+    np.testing.assert_allclose(look.sink_weight[0, 1], 1 / (count + 1), rtol=2 * np.spacing(np.float32(6)))
 
 
 def test_received_of_a_long_text_adds_up(impl):
