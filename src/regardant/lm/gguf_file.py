@@ -224,11 +224,12 @@ def _tensors(reader: _Reader, count: int, alignment: object) -> dict[str, Tensor
 def _tensor(reader: _Reader, name: str, shape: Shape, kind: int, start: int) -> Tensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    if kind not in {known.value for known in GGMLQuantizationType}:
+    try:
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    except ValueError:
         raise LoadError(
             f"{reader.path}: tensor {name!r} is of type {kind}, which the gguf package does not know"
-        )
-    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        ) from None
     if not shape or shape[-1] % block:
         raise LoadError(f"{reader.path}: is damaged: tensor {name!r} has shape {shape} in blocks of {block}")
     return Tensor(name, shape, kind, start, math.prod(shape) // block * block_bytes)
@@ -384,9 +385,11 @@ def read_weights(
     jobs: list[tuple[int, Callable[[], None]]] = []
     for name, tensor in tensors.items():
         raw_NY = _blocks(file, tensor)
-        if tensor.kind == GGMLQuantizationType.F32 and dtype == np.float32 and not raw_NY.ctypes.data % 4:
-            weights[name] = raw_NY.view("<f4").reshape(tensor.shape)
-            continue
+        if tensor.kind == GGMLQuantizationType.F32 and dtype == np.float32:
+            stored = raw_NY.view("<f4")
+            if stored.flags.aligned:
+                weights[name] = stored.reshape(tensor.shape)
+                continue
         weights[name] = np.empty(tensor.shape, dtype)
         jobs += _jobs(file, tensor, raw_NY, weights[name].reshape(-1))
     shared.run(jobs, "dequantising", progress)
