@@ -194,7 +194,7 @@ def norm(x_NC: Array, weights: Weights, name: str, config: Config) -> Array:
 def rms_norm(x: Array, gain_C: Array, eps: float) -> Array:
     """Compute x / √(mean(x²) + eps) · gain over the last axis (Zhang & Sennrich 2019)."""
     xp = array_namespace(x)
-    wide = _at_least_float32(x)
+    wide = _at_least_float32(x, xp)
     mean_square = xp.vecdot(wide, wide)[..., None] / x.shape[-1]
     return _back(wide * (mean_square + eps) ** -0.5, x) * gain_C
 
@@ -202,7 +202,7 @@ def rms_norm(x: Array, gain_C: Array, eps: float) -> Array:
 def layer_norm(x: Array, gain_C: Array, bias_C: Array, eps: float) -> Array:
     """Compute (x − mean) / √(variance + eps) · gain + bias over the last axis (Ba et al. 2016)."""
     xp = array_namespace(x)
-    wide = _at_least_float32(x)
+    wide = _at_least_float32(x, xp)
     centred = wide - xp.mean(wide, axis=-1, keepdims=True)
     variance = xp.vecdot(centred, centred)[..., None] / x.shape[-1]
     return _back(centred * (variance + eps) ** -0.5, x) * gain_C + bias_C
@@ -211,7 +211,7 @@ def layer_norm(x: Array, gain_C: Array, bias_C: Array, eps: float) -> Array:
 def silu(x: Array) -> Array:
     """Compute x · sigmoid(x) = x / (1 + e^(−x)) (Elfwing et al. 2017)."""
     xp = array_namespace(x)
-    wide = _at_least_float32(x)
+    wide = _at_least_float32(x, xp)
     # e^88 is near the top of float32; beyond it the result is 0 to any precision.
     return _back(wide / (1 + xp.exp(xp.minimum(-wide, 88.0))), x)
 
@@ -219,21 +219,26 @@ def silu(x: Array) -> Array:
 def gelu_tanh(x: Array) -> Array:
     """Compute x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))), GPT-2's form of gelu (Hendrycks & Gimpel 2016)."""
     xp = array_namespace(x)
-    wide = _at_least_float32(x)
+    wide = _at_least_float32(x, xp)
     return _back(0.5 * wide * (1 + xp.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))), x)
 
 
 def rotate(x_BHTD: Array, cos: Array, sin: Array) -> Array:
-    """Turn each pair (x_i, x_{i + D/2}) by its position's angle (RoPE, Su et al. 2021)."""
+    """Turn each pair (x_i, x_{i + D/2}) by its position's angle (RoPE, Su et al. 2021).
+
+    The pair (a, b) becomes (a·cos − b·sin, b·cos + a·sin); the tables hold both halves and the sign.
+    """
     xp = array_namespace(x_BHTD)
-    wide = _at_least_float32(x_BHTD)
+    wide = _at_least_float32(x_BHTD, xp)
     half = x_BHTD.shape[-1] // 2
-    a, b = wide[..., :half], wide[..., half:]
-    return _back(xp.concat([a * cos - b * sin, b * cos + a * sin], axis=-1), x_BHTD)
+    other = xp.concat([wide[..., half:], wide[..., :half]], axis=-1)
+    return _back(wide * cos + other * sin, x_BHTD)
 
 
 def rotary_tables(positions: Array, rope: Rope, head_width: int, like: Array) -> tuple[Array, Array]:
-    """Cosines and sines of position · frequency, (T, P), or (B, 1, T, P) where each row counts for itself.
+    """Cosines and signed sines of position · frequency: (T, D), or (B, 1, T, D) where each row counts for itself.
+
+    For both members of each pair: (cos, cos) and (−sin, sin).
 
     Angles are rounded to float32, as they were where the checkpoints were trained: at position 8,000 that moves
     them by up to 5e-4, which a model is used to and a more exact table would not reproduce.
@@ -245,7 +250,8 @@ def rotary_tables(positions: Array, rope: Rope, head_width: int, like: Array) ->
         angles = xp.astype(angles, xp.float64)
     if angles.ndim == 3:
         angles = angles[:, None]
-    return xp.cos(angles), xp.sin(angles)
+    cos, sin = xp.cos(angles), xp.sin(angles)
+    return xp.concat([cos, cos], axis=-1), xp.concat([-sin, sin], axis=-1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -411,8 +417,7 @@ def _default_attend(like: Array) -> Attend:
     return attend
 
 
-def _at_least_float32(x: Array) -> Array:
-    xp = array_namespace(x)
+def _at_least_float32(x: Array, xp: Any) -> Array:
     return x if x.dtype in (xp.float32, xp.float64) else xp.astype(x, xp.float32)
 
 
