@@ -98,13 +98,12 @@ export class Panel {
   private row(state: State, source: Source, largest: number): HTMLElement {
     const [lead, core] = split(this.text.shown[source.token]!);
     const [before, after] = this.text.around(source.token, 14);
-    const isolated = (pieces: string[]): HTMLElement[] => pieces.map((piece) => make("bdi", "", piece));
     const words = make(
       "span",
       "words",
-      make("span", "before", ...isolated(before), lead),
+      make("span", "before", ...this.text.excerpt(before), lead),
       make("bdi", "core", core),
-      make("span", "after", ...isolated(after)),
+      make("span", "after", ...this.text.excerpt(after)),
     );
     const note = source.token === 0 ? "first token" : source.token === state.token ? "itself" : "";
     const bar = make("span", "bar");

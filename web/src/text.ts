@@ -2,11 +2,12 @@
 
 import type { Data } from "./data";
 import { clamp, make } from "./dom";
-import { directionOf, mainDirection, readable, runsAgainst, split } from "./pieces";
+import { type Direction, directionOf, mainDirection, readable, runsAgainst, split } from "./pieces";
 import { shade, type Source } from "./shares";
 
 export class TokenText {
   readonly shown: string[];
+  private direction: Direction = "ltr";
   private readonly elements: HTMLElement[] = [];
   private shaded: HTMLElement[] = [];
   private ticks: HTMLElement[] = [];
@@ -34,6 +35,7 @@ export class TokenText {
     const directions = this.shown.map(directionOf);
     const main = mainDirection(directions);
     const runs = runsAgainst(main, this.shown, directions);
+    this.direction = main;
     this.root.dir = main;
     const all = document.createDocumentFragment();
     let paragraph = make("div", "p");
@@ -46,8 +48,7 @@ export class TokenText {
         // The space before a run belongs to the line, not to the run.
         if (lead !== "") paragraph.append(lead);
         runEnd = runs.get(i)!;
-        place = make("span", "run");
-        place.dir = main === "ltr" ? "rtl" : "ltr";
+        place = this.run();
         paragraph.append(place);
       } else if (lead !== "") place.append(lead);
       place.append(this.box(i, core));
@@ -59,6 +60,34 @@ export class TokenText {
     });
     all.append(paragraph);
     this.root.append(all);
+  }
+
+  /** A place for tokens against the main direction. */
+  private run(): HTMLElement {
+    const run = make("span", "run");
+    run.dir = this.direction === "ltr" ? "rtl" : "ltr";
+    return run;
+  }
+
+  /** A few tokens as they stand in the text, but only to be read. */
+  excerpt(shown: string[]): (Node | string)[] {
+    const runs = runsAgainst(this.direction, shown, shown.map(directionOf));
+    const all: (Node | string)[] = [];
+    let run: HTMLElement | null = null;
+    let runEnd = -1;
+    shown.forEach((piece, i) => {
+      const [lead, core] = split(piece);
+      const box = make("bdi", "", core);
+      if (i === runEnd) run = null;
+      if (runs.has(i)) {
+        runEnd = runs.get(i)!;
+        run = this.run();
+        run.append(box);
+        all.push(lead, run);
+      } else if (run !== null) run.append(lead, box);
+      else all.push(lead, box);
+    });
+    return all;
   }
 
   private box(token: number, core: string): HTMLElement {

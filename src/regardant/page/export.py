@@ -89,8 +89,8 @@ def render(data: Mapping[str, object]) -> str:
 
         b = 2 * (M * (s + 2) + 4) + L * (M * (s + 2) + 2) + L * H * (K * (s + 2) + 2)
 
-    and about 45 kB besides: SmolLM2 (L = 30, H = 9, K = 8, M = 16) gives 15 kB for a token. Memory peaks at
-    about twice the page.
+    and the tokens' text and about 40 kB besides: SmolLM2 (L = 30, H = 9, K = 8, M = 16) gives 15 kB for a
+    token. Memory peaks at about twice the page.
 
     Raises:
         TypeError: an entry is missing or of the wrong kind; the sentence names it.
@@ -104,8 +104,9 @@ def render(data: Mapping[str, object]) -> str:
         raise ValueError(f"page: focus must be a token from 0 to {len(tokens) - 1}; got {focus}")
     fields = _fields(data, len(tokens), len(layers), heads)
     record, blocks = _pack(fields, len(tokens))
-    facts = {
-        "title": _encodable(_text(data, "title")),
+    title = _encodable(_text(data, "title"))
+    facts: dict[str, object] = {
+        "title": title,
         "model": _encodable(_text(data, "model")),
         "focus": focus,
         "texts": [_encodable(text) for text, _ in tokens],
@@ -119,17 +120,20 @@ def render(data: Mapping[str, object]) -> str:
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "
         "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
-    title = html.escape(_UNSEEN.sub("\ufffd", facts["title"]) + " \u2013 regardant")
+    shown = html.escape(_UNSEEN.sub("\ufffd", title) + " \u2013 regardant")
     parts = {
         "policy": policy,
-        "title": title.encode("ascii", "xmlcharrefreplace").decode("ascii"),
+        "title": shown.encode("ascii", "xmlcharrefreplace").decode("ascii"),
         "style": style,
         "script": script,
         "data": _json(facts),
-        "records": "\n".join(blocks),
     }
-    # One pass: what is put in is never searched for further places.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _static("page.html"))
+    # Each half is filled in one pass: what is put in is never searched for further places.
+    before, after = (
+        re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], half)
+        for half in _static("page.html").split("{{records}}")
+    )
+    return "".join([before, *blocks, after])
 
 
 # --- the record ------------------------------------------------------------------------------------------
