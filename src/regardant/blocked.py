@@ -19,7 +19,7 @@ Sources: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax";
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,9 +38,6 @@ KEYS = 1024
 # OpenBLAS gives a product of at most so many multiplications to one thread. Larger ones it splits in ways that
 # change the last bits with the number of threads.
 PRODUCT = 2**18
-
-# Hidden NaN and Inf may pass through the arithmetic of a tile; the mask takes them out of every result.
-QUIET: Final = {"invalid": "ignore", "over": "ignore", "divide": "ignore", "under": "ignore"}
 
 
 def attend(problem: Problem, watch: Watch | None = None) -> dict[str, Array]:
@@ -68,7 +65,7 @@ def attend(problem: Problem, watch: Watch | None = None) -> dict[str, Array]:
         b, t = block
         rows = _Rows(problem, t.stop - t.start, watch)
         q_GNd = _queries(problem, b, t)
-        with np.errstate(**QUIET):
+        with _quiet():
             for s in _key_blocks(problem, b, t, keys):
                 tile = _scores(problem, b, q_GNd, t, s)
                 if tile is not None:
@@ -296,6 +293,11 @@ def _rows_contiguous(x_GsW: Array, dtype: np.dtype[np.floating]) -> Array:
     return np.ascontiguousarray(x_GsW, dtype=dtype)
 
 
+def _quiet() -> np.errstate:
+    """Hidden NaN and Inf may pass through the arithmetic of a tile; the mask takes them out of every result."""
+    return np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore")
+
+
 def _product(a_GNK: Array, b_GKM: Array) -> Array:
     """The matrix products a @ b, a few rows at a time, so that their bits do not depend on BLAS's threads."""
     G, N, K = a_GNK.shape
@@ -354,7 +356,7 @@ def _column_sums(problem: Problem, lse_BHT: Array, watch: Watch) -> dict[str, Ar
 
     def work(at: tuple[int, int]) -> None:
         b, h = at
-        with np.errstate(**QUIET):
+        with _quiet():
             for t, s, a_ts in _weight_tiles(problem.head(h), b, lse_BHT[b, h]):
                 received[b, h, s] += a_ts.sum(axis=0)
                 if watch.pooled is not None:
@@ -395,7 +397,8 @@ def _weights(s_GRts: Array, visible: Array | None, lse_t: Array) -> Array:
     a_GRts: Array = np.exp(s_GRts - np.where(lse_t == -np.inf, 0, lse_t)[:, None])
     if visible is not None:
         np.copyto(a_GRts, 0, where=~visible)
-    return a_GRts[0, 0]
+    a_ts: Array = a_GRts[0, 0]
+    return a_ts
 
 
 def rows(problem: Problem, lse_BHT: Array, queries_N: Array, heads_M: Array) -> Array:
@@ -413,7 +416,7 @@ def rows(problem: Problem, lse_BHT: Array, queries_N: Array, heads_M: Array) -> 
         for n in _cut(len(queries_N), QUERIES):
             t = queries_N[n]
             q_GNd = _queries(head, b, t)
-            with np.errstate(**QUIET):
+            with _quiet():
                 for s in _key_blocks(head, b, slice(int(t.min()), int(t.max()) + 1), keys):
                     tile = _scores(head, b, q_GNd, t, s)
                     if tile is not None:

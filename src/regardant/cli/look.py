@@ -19,6 +19,7 @@ import typer
 
 from regardant.cli import files, terminal
 from regardant.lm.errors import UserError
+from regardant.lm.writing import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +99,7 @@ def look(
         _places(given, word)
     page = out or (None if as_json else Path("look.html"))
     if page is not None:
-        files.check_writable(page)
+        check_writable(page)
 
     loaded = terminal.open_model(model)
     chosen_layers = None if layers is None else parse_layers(layers, loaded.config.layers)
@@ -128,8 +129,8 @@ def _check_options(token: int | None, word: str | None, top: int) -> None:
 
 
 def _write(page: Path, run: Run, focus: int) -> None:
-    with files.replacing(page) as temporary, terminal.bar(f"Writing {page}") as report:
-        run.save(temporary, focus=focus, progress=report)
+    with terminal.bar(f"Writing {page}") as report:
+        run.save(page, focus=focus, progress=report)
 
 
 def parse_layers(text: str, count: int) -> list[int]:
@@ -243,9 +244,9 @@ def describe(run: Run, sources: Sources, remark: str) -> None:
     )
     others = [item for item in sources.items if item.token.index not in {0, token.index}]
     if others:
-        most = max(others, key=lambda item: item.written)
+        giver = max(others, key=lambda item: item.written)
         terminal.say(
-            f"Of the other tokens, {_quoted(run.text, most.token)} gave most: {_percent(most.written)}.\n"
+            f"Of the other tokens, {_quoted(run.text, giver.token)} gave most: {_percent(giver.written)}.\n"
         )
 
 
