@@ -24,6 +24,8 @@ from regardant.lm.writing import check_writable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.table import Table
+
     from regardant.lm.run import Run, Sources, Token
 
 # In SmolLM2, "another" draws more on the sheep than on any other word, the first token set aside.
@@ -95,22 +97,19 @@ def look(
     if not given:
         raise UserError("the text is empty: give it at least one character")
     if word is not None and not chat:
-        # Before any work: what is found here is what is looked for again in the tokens.
+        # This and the token's position are settled again in the run; here a mistake costs no waiting.
         _places(given, word)
     page = out or (None if as_json else Path("look.html"))
     if page is not None:
         check_writable(page)
 
-    loaded = terminal.open_model(model)
-    chosen_layers = None if layers is None else parse_layers(layers, loaded.config.layers)
-    with terminal.bar("Looking") as report:
-        run = loaded.look(given, layers=chosen_layers, chat=chat, progress=report)
+    run = _run(given, model, layers, token, chat=chat)
     index, remark = choose(run, token, word)
     sources = run.sources(token=index, top=top)
     if not as_json:
         if is_example:
             terminal.say(f"An example, as no text was given: {EXAMPLE_TEXT}\n\n")
-        describe(run, sources, remark)
+        describe(run, sources, remark, "all layers" if layers is None else f"layers {layers}")
     if page is not None:
         _write(page, run, index)
     if as_json:
@@ -128,6 +127,15 @@ def _check_options(token: int | None, word: str | None, top: int) -> None:
         raise UserError(f"--top must be at least 1; got {top}")
 
 
+def _run(text: str, model: str, layers: str | None, token: int | None, *, chat: bool) -> Run:
+    loaded = terminal.open_model(model)
+    chosen = None if layers is None else parse_layers(layers, loaded.config.layers)
+    if token is not None and not chat:
+        _position(token, len(loaded.encode(text)))
+    with terminal.bar("Looking") as report:
+        return loaded.look(text, layers=chosen, chat=chat, progress=report)
+
+
 def _write(page: Path, run: Run, focus: int) -> None:
     with terminal.bar(f"Writing {page}") as report:
         run.save(page, focus=focus, progress=report)
@@ -141,7 +149,7 @@ def parse_layers(text: str, count: int) -> list[int]:
     """
     found: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII)
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part, re.ASCII)
         if match is None:
             raise UserError(f"--layers must be numbers and ranges, as in 0-5,7; got {text!r}")
         first, last = int(match[1]), int(match[2] or match[1])
@@ -159,16 +167,18 @@ def choose(run: Run, token: int | None, word: str | None) -> tuple[int, str]:
     Raises:
         UserError: there is no such token, or no such word.
     """
-    length = len(run.tokens)
     if word is not None:
         return find_word(run.text, run.tokens, word)
-    index = -1 if token is None else token
-    if not -length <= index < length:
+    return _position(-1 if token is None else token, len(run.tokens)), ""
+
+
+def _position(token: int, length: int) -> int:
+    if not -length <= token < length:
         raise UserError(
             f"--token must lie between {-length} and {length - 1}, as the text has "
-            f"{terminal.count(length, 'token')}; got {index}"
+            f"{terminal.count(length, 'token')}; got {token}"
         )
-    return index % length, ""
+    return token % length
 
 
 def find_word(text: str, tokens: Sequence[Token], word: str) -> tuple[int, str]:
@@ -203,12 +213,8 @@ def _inside_a_word(text: str, start: int, end: int) -> bool:
     return any(0 < at < len(text) and text[at - 1].isalnum() and text[at].isalnum() for at in (start, end))
 
 
-def describe(run: Run, sources: Sources, remark: str) -> None:
+def describe(run: Run, sources: Sources, remark: str, layers: str) -> None:
     """Print what the chosen token drew from."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     token = sources.token
     terminal.say(
         f"{terminal.inert(run.model_name)}: where {_quoted(run.text, token)} "
@@ -216,6 +222,29 @@ def describe(run: Run, sources: Sources, remark: str) -> None:
     )
     if remark:
         terminal.say(f"({terminal.inert(remark)})\n")
+    terminal.show(_table(run, sources))
+    terminal.say(
+        f"The first token, {_quoted(run.text, run.tokens[0])}, is where heads rest that look for nothing: "
+        f"{_percent(sources.sink)} / {_percent(sources.sink_written)}.\n"
+    )
+    others = [item for item in sources.items if item.token.index not in {0, token.index}]
+    if others:
+        most = max(others, key=lambda item: item.written)
+        terminal.say(
+            f"Of the other tokens listed, {_quoted(run.text, most.token)} gave most: "
+            f"{_percent(most.weight)} / {_percent(most.written)}.\n"
+        )
+    terminal.say(
+        f"\nattention: the mean weight over the heads of {terminal.inert(layers)}.\n"
+        "written: each weight times the length of what it moved into the residual stream.\n\n"
+    )
+
+
+def _table(run: Run, sources: Sources) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", justify="right", style="dim")
     table.add_column("token", no_wrap=True, overflow="ellipsis", max_width=24)
@@ -237,17 +266,7 @@ def describe(run: Run, sources: Sources, remark: str) -> None:
     table.add_row(
         "", "all that is not listed", "", _percent(sources.rest), "", _percent(sources.rest_written)
     )
-    terminal.show(table)
-    terminal.say(
-        f"The first token ({_quoted(run.text, run.tokens[0])}), on which heads rest that look for nothing, "
-        f"had {_percent(sources.sink)} of the attention, {_percent(sources.sink_written)} of what was written.\n"
-    )
-    others = [item for item in sources.items if item.token.index not in {0, token.index}]
-    if others:
-        giver = max(others, key=lambda item: item.written)
-        terminal.say(
-            f"Of the other tokens, {_quoted(run.text, giver.token)} gave most: {_percent(giver.written)}.\n"
-        )
+    return table
 
 
 def name_of(text: str, token: Token) -> str:
