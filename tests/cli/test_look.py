@@ -94,8 +94,8 @@ def test_it_names_the_tokens_the_chosen_one_drew_from(model, capsys, tmp_path):
     out, err = capsys.readouterr()
     assert err == ""
     rows = [line.split() for line in out.splitlines()]
-    assert ["1", "one", "0", "33.3", "%", "█" * 24, "33.3", "%"] in rows
-    assert ["3", "three", "2", "33.3", "%", "█" * 24, "33.3", "%"] in rows
+    assert ["1", "one", "0", "33.3", "%", "█" * 20, "33.3", "%"] in rows
+    assert ["3", "three", "2", "33.3", "%", "█" * 20, "33.3", "%"] in rows
     assert not any("four" in row for row in rows)
     assert (tmp_path / "look.html").read_text() == "page of one two three four, focus 2"
     assert "look.html" in out

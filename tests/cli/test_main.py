@@ -253,6 +253,14 @@ def test_colours_are_for_terminals_that_want_them():
     assert b"\x1b" not in run("models").stdout
 
 
+def test_a_narrow_terminal_loses_the_bars_and_no_number(tiny_folder, tmp_path):
+    page = str(tmp_path / "look.html")
+    seen = on_a_terminal("look", "abcd", "-m", str(tiny_folder), "-o", page, COLUMNS="50", NO_COLOR="1")
+    assert "█" not in seen
+    # Four tokens and what is not listed, the first token, the one that gave most: seven pairs.
+    assert seen.count(" %") == 14
+
+
 def test_a_person_is_told_why_the_text_ended(tiny_folder):
     arguments = ["generate", "hello", "--model", str(tiny_folder), "--max-tokens", "5"]
     assert "5 tokens" in on_a_terminal(*arguments)

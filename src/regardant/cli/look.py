@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 EXAMPLE_TEXT = "The dragon ate one sheep and asked for another"
 EXAMPLE_WORD = "another"
 
-_BAR_WIDTH = 24
+# Columns of the terminal that the widest bar takes, and all the rest of the table.
+_BAR_WIDTH = 20
+_OTHER_WIDTH = 58
 
 
 def look(
@@ -245,26 +247,31 @@ def _table(run: Run, sources: Sources) -> Table:
     from rich.table import Table
     from rich.text import Text
 
+    room = min(_BAR_WIDTH, terminal.console_for(sys.stdout).width - _OTHER_WIDTH)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", justify="right", style="dim")
-    table.add_column("token", no_wrap=True, overflow="ellipsis", max_width=24)
-    table.add_column("at", justify="right", style="dim")
-    table.add_column("attention", justify="right")
-    table.add_column("", no_wrap=True, style="cyan")
-    table.add_column("written", justify="right")
+    # In a narrow terminal the bars go first; then token texts, and nothing else, are folded.
+    table.add_column("", justify="right", style="dim", no_wrap=True)
+    table.add_column("token", overflow="fold", max_width=24)
+    table.add_column("at", justify="right", style="dim", no_wrap=True)
+    table.add_column("attention", justify="right", no_wrap=True)
+    if room > 0:
+        table.add_column("", style="cyan", no_wrap=True)
+    table.add_column("written", justify="right", no_wrap=True)
     most = max((item.weight for item in sources.items), default=0.0)
     for rank, item in enumerate(sources.items, start=1):
+        bar = [_bar(item.weight / most if most else 0.0, room)] if room > 0 else []
         table.add_row(
             str(rank),
             Text(name_of(run.text, item.token)),
             str(item.token.index),
             _percent(item.weight),
-            _bar(item.weight / most if most else 0.0),
+            *bar,
             _percent(item.written),
         )
     table.add_section()
+    none = [""] if room > 0 else []
     table.add_row(
-        "", "all that is not listed", "", _percent(sources.rest), "", _percent(sources.rest_written)
+        "", "all that is not listed", "", _percent(sources.rest), *none, _percent(sources.rest_written)
     )
     return table
 
@@ -284,10 +291,10 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _bar(share: float) -> str:
+def _bar(share: float, width: int) -> str:
     if not terminal.is_unicode(sys.stdout):
-        return "#" * round(share * _BAR_WIDTH)
-    eighths = round(share * _BAR_WIDTH * 8)
+        return "#" * round(share * width)
+    eighths = round(share * width * 8)
     return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
 
 
