@@ -364,7 +364,7 @@ def test_angles_far_into_a_text_are_those_of_transformers():
     for mine, other in zip(ours, (cos, sin * sign), strict=True):
         assert mine.dtype == np.float32
         # Cosines in float32, each side within two roundings of that of the same angle.
-        assert_allclose(mine, other, rtol=0, atol=4 * 2**-24)
+        assert_allclose(mine[:, 0], other, rtol=0, atol=4 * 2**-24)
 
 
 FAR = np.asarray([-3e38, -1e4, -100.0, -88.5, -20.0, -1.0, -1e-30, 0.0, 1e-30, 1.0, 20.0, 100.0, 1e4, 3e38])

@@ -7,7 +7,7 @@ positions that the model has not learned; what a configuration may ask for is se
 
 Shape legend: B batch, T tokens, N = B·T rows, S keys (the past and T), C width of the residual stream, F width
 of the feed-forward, H query heads, G key/value heads, D head width, P = D/2 rotated pairs, V vocabulary,
-I inputs and O outputs of a projection.
+L learned positions, I inputs and O outputs of a projection.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Array: TypeAlias = Any  # a NumPy array or a torch tensor
 Weights: TypeAlias = Mapping[str, Array]
 Attend: TypeAlias = Callable[..., Array]
+
+ROWS = 256  # the rows that everything but attention works on at a time: see `by_rows`
 
 
 def forward(
@@ -69,24 +71,19 @@ def forward(
         starts_B = _checked_starts(starts_B, B, embedding_VC)
         # A row may begin beyond what the cache holds so far; until then it sees nothing.
         starts_B = starts_B if cache is None else xp.clip(starts_B, max=offset + T)
-    positions = token_positions(T, offset, starts_B, embedding_VC)
+    positions_N = token_positions(B, T, offset, starts_B, embedding_VC)
 
     x_NC = xp.take(embedding_VC, xp.reshape(ids_BT, (-1,)), axis=0)
-    turn = None
+    turn: tuple[Array, ...] = ()
     if config.rope is None:
-        learned_TC = learned_positions(positions, weights[names.positions])
-        x_NC = xp.reshape(xp.reshape(x_NC, (B, T, config.width)) + learned_TC, (B * T, config.width))
+        x_NC = x_NC + learned_positions(positions_N, weights[names.positions])
     else:
-        turn = rotary_tables(positions, config.rope, config.head_width, embedding_VC)
+        turn = rotary_tables(positions_N, config.rope, config.head_width, embedding_VC)
     step = _Step((B, T), offset, starts_B, turn, cache, attend or _default_attend(embedding_VC))
     for layer in range(config.layers):
-        x_NC = x_NC + self_attention(
-            norm(x_NC, weights, names.attention_norm.format(layer), config), layer, weights, config, step
-        )
-        x_NC = x_NC + feed_forward(
-            norm(x_NC, weights, names.ffn_norm.format(layer), config), layer, weights, config
-        )
-    return xp.reshape(norm(x_NC, weights, names.final_norm, config), (B, T, config.width))
+        x_NC = transform(x_NC, layer, weights, config, step)
+    (hidden_NC,) = by_rows(lambda x: (norm(x, weights, names.final_norm, config),), x_NC)
+    return xp.reshape(hidden_NC, (B, T, config.width))
 
 
 def logits(hidden_BTC: Array, weights: Weights, config: Config) -> Array:
@@ -107,17 +104,50 @@ class _Step:
     shape: tuple[int, int]  # B, T
     offset: int
     starts_B: Array | None
-    turn: tuple[Array, Array] | None
+    turn: tuple[Array, ...]  # cosines and sines for each row, or nothing
     cache: KVCache | None
     attend: Attend
 
 
-def self_attention(h_NC: Array, layer: int, weights: Weights, config: Config, step: _Step) -> Array:
-    """Let each token mix the values of the tokens before it; what all heads together add to the stream, (N, C)."""
-    xp = array_namespace(h_NC)
-    q_BHTD, k_BGSD, v_BGSD = queries_keys_values(h_NC, step.shape, layer, weights, config)
-    if step.turn is not None:
-        q_BHTD, k_BGSD = rotate(q_BHTD, *step.turn), rotate(k_BGSD, *step.turn)
+def transform(x_NC: Array, layer: int, weights: Weights, config: Config, step: _Step) -> Array:
+    """Take the residual stream through one layer: x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    names = _names(config)
+
+    def before(x: Array, *turn: Array) -> tuple[Array, ...]:
+        h = norm(x, weights, names.attention_norm.format(layer), config)
+        return queries_keys_values(h, turn, layer, weights, config)
+
+    def after(x: Array, mixed: Array) -> tuple[Array]:
+        x = x + project(mixed, weights, names.output.format(layer), config, bias=config.output_bias)
+        h = norm(x, weights, names.ffn_norm.format(layer), config)
+        return (x + feed_forward(h, layer, weights, config),)
+
+    q_NHD, k_NGD, v_NGD = by_rows(before, x_NC, *step.turn)
+    mixed_NI = mix(q_NHD, k_NGD, v_NGD, layer, config, step)
+    (x_NC,) = by_rows(after, x_NC, mixed_NI)
+    return x_NC
+
+
+def by_rows(compute: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[Array, ...]:
+    """Apply what treats every row for itself to `ROWS` rows at a time, and join what comes out.
+
+    The intermediate arrays of so many rows stay in the processor's cache and reuse each other's memory; whole, the
+    system has to find and clear new pages for each of them, which takes longer than the arithmetic does.
+    """
+    xp, N = array_namespace(*arrays), arrays[0].shape[0]
+    if N <= ROWS:
+        return compute(*arrays)
+    pieces = [compute(*(array[i : i + ROWS] for array in arrays)) for i in range(0, N, ROWS)]
+    return tuple(xp.concat(parts, axis=0) for parts in zip(*pieces, strict=True))
+
+
+def mix(q_NHD: Array, k_NGD: Array, v_NGD: Array, layer: int, config: Config, step: _Step) -> Array:
+    """Let each token mix the values of the tokens up to itself; the heads' outputs side by side, (N, H·D)."""
+    xp = array_namespace(q_NHD)
+    q_BHTD, k_BGSD, v_BGSD = (
+        xp.permute_dims(xp.reshape(rows, (*step.shape, *rows.shape[1:])), (0, 2, 1, 3))
+        for rows in (q_NHD, k_NGD, v_NGD)
+    )
     if step.cache is not None:
         k_BGSD, v_BGSD = step.cache.write(layer, k_BGSD, v_BGSD)
     options = {} if config.scales[layer] is None else {"scale": config.scales[layer]}
@@ -132,16 +162,14 @@ def self_attention(h_NC: Array, layer: int, weights: Weights, config: Config, st
         starts=step.starts_B,
         **options,
     )
-    out_NI = xp.reshape(
-        xp.permute_dims(out_BHTD, (0, 2, 1, 3)), (h_NC.shape[0], config.heads * config.head_width)
-    )
-    return project(out_NI, weights, _names(config).output.format(layer), config, bias=config.output_bias)
+    out_BTHD = xp.permute_dims(out_BHTD, (0, 2, 1, 3))
+    return xp.reshape(out_BTHD, (q_NHD.shape[0], config.heads * config.head_width))
 
 
 def queries_keys_values(
-    h_NC: Array, shape: tuple[int, int], layer: int, weights: Weights, config: Config
+    h_NC: Array, turn: tuple[Array, ...], layer: int, weights: Weights, config: Config
 ) -> tuple[Array, Array, Array]:
-    """Project the stream to q_BHTD, k_BGTD and v_BGTD; with `qk_norm`, each head's queries and keys are normed."""
+    """Project the stream to q_NHD, k_NGD and v_NGD; norm queries and keys where `qk_norm` says so, and turn them."""
     xp = array_namespace(h_NC)
     names = _names(config)
     if config.family == "gpt2":  # one projection whose outputs lie side by side
@@ -152,17 +180,14 @@ def queries_keys_values(
             project(h_NC, weights, name.format(layer), config, bias=config.qkv_bias)
             for name in (names.queries, names.keys, names.values)
         ]
-    D = config.head_width
-    q_BTHD, k_BTGD, v_BTGD = (xp.reshape(part, (*shape, part.shape[1] // D, D)) for part in parts)
+    N, D = h_NC.shape[0], config.head_width
+    q_NHD, k_NGD, v_NGD = (xp.reshape(part, (N, part.shape[1] // D, D)) for part in parts)
     if config.qk_norm:
-        q_BTHD = rms_norm(q_BTHD, weights[names.query_norm.format(layer)], config.norm_eps)
-        k_BTGD = rms_norm(k_BTGD, weights[names.key_norm.format(layer)], config.norm_eps)
-    heads_first = (0, 2, 1, 3)
-    return (
-        xp.permute_dims(q_BTHD, heads_first),
-        xp.permute_dims(k_BTGD, heads_first),
-        xp.permute_dims(v_BTGD, heads_first),
-    )
+        q_NHD = rms_norm(q_NHD, weights[names.query_norm.format(layer)], config.norm_eps)
+        k_NGD = rms_norm(k_NGD, weights[names.key_norm.format(layer)], config.norm_eps)
+    if turn:
+        q_NHD, k_NGD = rotate(q_NHD, *turn), rotate(k_NGD, *turn)
+    return q_NHD, k_NGD, v_NGD
 
 
 def feed_forward(h_NC: Array, layer: int, weights: Weights, config: Config) -> Array:
@@ -223,35 +248,31 @@ def gelu_tanh(x: Array) -> Array:
     return _back(0.5 * wide * (1 + xp.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))), x)
 
 
-def rotate(x_BHTD: Array, cos: Array, sin: Array) -> Array:
+def rotate(x_NHD: Array, cos_N1D: Array, sin_N1D: Array) -> Array:
     """Turn each pair (x_i, x_{i + D/2}) by its position's angle (RoPE, Su et al. 2021).
 
     The pair (a, b) becomes (a·cos − b·sin, b·cos + a·sin); the tables hold both halves and the sign.
     """
-    xp = array_namespace(x_BHTD)
-    wide = _at_least_float32(x_BHTD, xp)
-    half = x_BHTD.shape[-1] // 2
+    xp = array_namespace(x_NHD)
+    wide = _at_least_float32(x_NHD, xp)
+    half = x_NHD.shape[-1] // 2
     other = xp.concat([wide[..., half:], wide[..., :half]], axis=-1)
-    return _back(wide * cos + other * sin, x_BHTD)
+    return _back(wide * cos_N1D + other * sin_N1D, x_NHD)
 
 
-def rotary_tables(positions: Array, rope: Rope, head_width: int, like: Array) -> tuple[Array, Array]:
-    """Cosines and signed sines of position · frequency: (T, D), or (B, 1, T, D) where each row counts for itself.
-
-    For both members of each pair: (cos, cos) and (−sin, sin).
+def rotary_tables(positions_N: Array, rope: Rope, head_width: int, like: Array) -> tuple[Array, Array]:
+    """Cosines (cos, cos) and signed sines (−sin, sin) of position · frequency for both halves of a head, (N, 1, D).
 
     Angles are rounded to float32, as they were where the checkpoints were trained: at position 8,000 that moves
     them by up to 5e-4, which a model is used to and a more exact table would not reproduce.
     """
     xp = array_namespace(like)
     frequencies_P = xp.asarray(inverse_frequencies(rope, head_width), dtype=xp.float32, device=device(like))
-    angles = xp.astype(positions, xp.float32)[..., None] * frequencies_P
+    angles_NP = xp.astype(positions_N, xp.float32)[:, None] * frequencies_P
     if like.dtype == xp.float64:
-        angles = xp.astype(angles, xp.float64)
-    if angles.ndim == 3:
-        angles = angles[:, None]
-    cos, sin = xp.cos(angles), xp.sin(angles)
-    return xp.concat([cos, cos], axis=-1), xp.concat([-sin, sin], axis=-1)
+        angles_NP = xp.astype(angles_NP, xp.float64)
+    cos, sin = xp.cos(angles_NP), xp.sin(angles_NP)
+    return xp.concat([cos, cos], axis=-1)[:, None], xp.concat([-sin, sin], axis=-1)[:, None]
 
 
 @functools.lru_cache(maxsize=8)
@@ -272,23 +293,22 @@ def inverse_frequencies(rope: Rope, head_width: int) -> tuple[float, ...]:
     return tuple(f.tolist())
 
 
-def token_positions(T: int, offset: int, starts_B: Array | None, like: Array) -> Array:
-    """The position of each new token: (T,), or (B, T) counted from each row's start (0 before it)."""
+def token_positions(B: int, T: int, offset: int, starts_B: Array | None, like: Array) -> Array:
+    """The position of each new token, (N,): counted from its row's start, 0 before it."""
     xp = array_namespace(like)
-    positions_T = xp.arange(offset, offset + T, device=device(like))
-    if starts_B is None:
-        return positions_T
-    return xp.clip(positions_T - starts_B[:, None], min=0)
+    positions_BT = xp.broadcast_to(xp.arange(offset, offset + T, device=device(like)), (B, T))
+    if starts_B is not None:
+        positions_BT = xp.clip(positions_BT - starts_B[:, None], min=0)
+    return xp.reshape(positions_BT, (-1,))
 
 
-def learned_positions(positions: Array, table_PC: Array) -> Array:
-    """The learned embedding of each position: (T, C), or (B, T, C)."""
-    xp = array_namespace(table_PC)
-    last = int(xp.max(positions)) if math.prod(positions.shape) else 0
-    if last >= table_PC.shape[0]:
-        raise ValueError(f"forward: the model has {table_PC.shape[0]} positions; got {last + 1}")
-    rows = xp.take(table_PC, xp.reshape(positions, (-1,)), axis=0)
-    return xp.reshape(rows, (*positions.shape, table_PC.shape[1]))
+def learned_positions(positions_N: Array, table_LC: Array) -> Array:
+    """The learned embedding of each position, (N, C)."""
+    xp = array_namespace(table_LC)
+    last = int(xp.max(positions_N)) if positions_N.shape[0] else 0
+    if last >= table_LC.shape[0]:
+        raise ValueError(f"forward: the model has {table_LC.shape[0]} positions; got {last + 1}")
+    return xp.take(table_LC, positions_N, axis=0)
 
 
 def output_projection(layer: int, weights: Weights, config: Config) -> Array:
