@@ -272,6 +272,14 @@ def test_the_same_lines_train(ids, name):
         assert_allclose(leaves[path].grad, weight.grad, rtol=0, atol=1e-4 * weight.grad.abs().max())
 
 
+@pytest.mark.parametrize("rows", [1, 7, 40, 119])
+def test_rows_in_pieces_are_the_rows_as_a_whole(tiny, ids, rows, monkeypatch):
+    weights, starts = tiny.arrays(np.float64), np.asarray(STARTS)
+    whole = our_logits(ids, weights, tiny.config, starts_B=starts)
+    monkeypatch.setattr(model, "ROWS", rows)
+    assert error(our_logits(ids, weights, tiny.config, starts_B=starts), whole).max() <= 1e-12
+
+
 def test_attend_is_told_what_each_layer_wants():
     seen = []
 

@@ -134,9 +134,10 @@ def by_rows(compute: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[
     The intermediate arrays of so many rows stay in the processor's cache and reuse each other's memory; whole, the
     system has to find and clear new pages for each of them, which takes longer than the arithmetic does.
     """
-    xp, N = array_namespace(*arrays), arrays[0].shape[0]
+    N = arrays[0].shape[0]
     if N <= ROWS:
         return compute(*arrays)
+    xp = array_namespace(arrays[0])
     pieces = [compute(*(array[i : i + ROWS] for array in arrays)) for i in range(0, N, ROWS)]
     return tuple(xp.concat(parts, axis=0) for parts in zip(*pieces, strict=True))
 
