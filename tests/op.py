@@ -77,7 +77,7 @@ def naive(q, k, v, wide=None, shuffle=None, **options):
     `shuffle` sums over widths and keys in another order, which is neither more nor less naive.
     """
     problem = checked(q, k, v, **options)
-    B, H, G, T, S, _, _ = problem.sizes
+    _, H, G, T, S, _, _ = problem.sizes
     rounded = wide is None
     wide = problem.accumulator if rounded else np.dtype(wide)
     k_BHSD, v_BHSE = (np.repeat(a, H // G, axis=1).astype(wide) for a in (problem.k_BGSD, problem.v_BGSE))

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 
-def visible(b, h, i, j, *, causal, offset, window, starts, lengths, segments, mask, bias):
+def visible(b, h, i, j, *, causal, offset, window, starts, lengths, segments, mask, bias):  # noqa: PLR0911
     p = offset + i
     if causal and j > p:
         return False

@@ -170,8 +170,17 @@ def test_float16_scores_do_not_overflow(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("options", [{"scale": 1e4}, {"scale": 1e-30}, {"scale": 0.0}, {"scale": 1e4, "softcap": 30.0},
-                                     {"sinks": np.array([300.0, -300, 0, 1e4])}, {"sinks": np.full(4, -np.inf)}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 1e4},
+        {"scale": 1e-30},
+        {"scale": 0.0},
+        {"scale": 1e4, "softcap": 30.0},
+        {"sinks": np.array([300.0, -300, 0, 1e4])},
+        {"sinks": np.full(4, -np.inf)},
+    ],
+)
 def test_extreme_scores_within_the_error_budget(impl, options):
     q, k, v = tensors(11)
     out, lse = rg.attention(q, k, v, impl=impl, return_lse=True, **options)
@@ -254,11 +263,12 @@ def test_whole_equals_chunked(impl, chunk, name):
     B, H, T = 2, 2, 150
     q, k, v = tensors(17, B, H, 1, T, T)
     options = option_sets(18, B, H, T, T)[name]
-    parts = [
-        rg.attention(q[:, :, i : i + chunk], k[:, :, : i + chunk], v[:, :, : i + chunk], impl=impl, return_lse=True,
-                     **(options | ({"starts": np.minimum(options["starts"], min(i + chunk, T))} if "starts" in options else {})))
-        for i in range(0, T, chunk)
-    ]  # fmt: skip
+    parts = []
+    for i in range(0, T, chunk):
+        end = min(i + chunk, T)
+        past = options | ({"starts": np.minimum(options["starts"], end)} if "starts" in options else {})
+        arrays = q[:, :, i:end], k[:, :, :end], v[:, :, :end]
+        parts.append(rg.attention(*arrays, impl=impl, return_lse=True, **past))
     out, lse = (np.concatenate(part, axis=2) for part in zip(*parts, strict=True))
     attention_errors_within_budget(out, lse, q, k, v, **options)
 

@@ -34,13 +34,15 @@ def test_a_bad_environment_is_named(unset, said):
 
 
 @pytest.mark.parametrize(("count", "error"), [(0, ValueError), (1.0, TypeError), (True, TypeError)])
-def test_a_bad_count_is_refused(unset, count, error):
+@pytest.mark.usefixtures("unset")
+def test_a_bad_count_is_refused(count, error):
     with pytest.raises(error, match="set_num_threads: count must be"):
         rg.set_num_threads(count)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_the_same_bits_for_any_count(unset, count):
+@pytest.mark.usefixtures("unset")
+def test_the_same_bits_for_any_count(count):
     arrays = tensors(1, 1, 4, 2, 500, 500, 16, 16)
     want = rg.look(*arrays, received=True, pooled=(4, 4))
     rg.set_num_threads(count)
@@ -50,7 +52,8 @@ def test_the_same_bits_for_any_count(unset, count):
     np.testing.assert_array_equal(look.rows(range(500)), want.rows(range(500)))
 
 
-def test_an_error_in_one_item_is_raised(unset):
+@pytest.mark.usefixtures("unset")
+def test_an_error_in_one_item_is_raised():
     rg.set_num_threads(2)
 
     def fail(item):
