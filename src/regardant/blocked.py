@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from regardant.problem import Array, Problem, Watch
 
 # One tile of scores over all heads: small enough to stay in cache, large enough that Python's share is small.
-TILE = 2**18
-QUERIES = 128
+TILE = 2**17
+QUERIES = 64
 KEYS = 1024
 
 # OpenBLAS gives a product of at most so many multiplications to one thread. Larger ones it splits in ways that
@@ -43,7 +43,7 @@ PRODUCT = 2**18
 def attend(problem: Problem, watch: Watch | None = None) -> dict[str, Array]:
     """Output and lse of a problem and, with `watch`, what was to be kept.
 
-    Memory beyond the results: a few tiles, each of about 2**18 scores.
+    Memory beyond the results: a few tiles for each thread, each of some 2**17 scores.
     """
     B, H, _, T, _, _, E = problem.sizes
     dtype = problem.accumulator
@@ -215,8 +215,9 @@ def _scores(
 
     The tile itself is None if nothing in it is visible. `t` are the queries' indices, `s` a slice of keys.
     """
-    _, H, G, T, *_ = problem.sizes
-    p_t1 = problem.offset + np.arange(T)[t][:, None]
+    _, H, G, *_ = problem.sizes
+    at_t = np.arange(t.start, t.stop) if isinstance(t, slice) else t
+    p_t1 = problem.offset + at_t[:, None]
     j_s = np.arange(s.start, s.stop)
     visible = _visible(problem, b, t, s, p_t1, j_s)
     if visible is not None and not visible.any():
@@ -243,9 +244,9 @@ def _visible(problem: Problem, b: int, t: slice | Array, s: slice, p_t1: Array, 
     """Which of a tile's scores count, broadcastable to (G, R, t, s); None if all do."""
     _, _, G, *_ = problem.sizes
     conditions = []
-    if problem.causal:
+    if problem.causal and s.stop - 1 > p_t1.min(initial=s.stop):
         conditions.append(j_s <= p_t1)
-    if problem.window is not None:
+    if problem.window is not None and p_t1.max(initial=s.start) - s.start >= problem.window:
         conditions.append(p_t1 - j_s < problem.window)
     if problem.starts_B[b] > s.start or problem.lengths_B[b] < s.stop:
         conditions.append(((j_s >= problem.starts_B[b]) & (j_s < problem.lengths_B[b]))[None, :])
@@ -317,7 +318,9 @@ def _tile_shape(problem: Problem) -> tuple[int, int]:
     """How many queries and keys make a tile: a matter of the shapes alone, so that equal input gives equal bits."""
     _, H, G, T, _, D, E = problem.sizes
     queries = min(max(T, 1), QUERIES)
-    keys = min(KEYS, max(64, TILE // max(1, H * queries)))
+    keys = min(
+        KEYS, max(128, (TILE // max(1, H * queries) + 32) // 64 * 64)
+    )  # whole vectors, whole cache lines
     # What one thread multiplies at a time should be 16 rows high, if there are so many, by all keys of a tile.
     rows = min(16, max(2, H // max(G, 1) * queries))
     return queries, max(1, min(keys, PRODUCT // (rows * max(D, E))))

@@ -11,6 +11,7 @@ D query/key width, E value width.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 import operator
@@ -158,7 +159,7 @@ def _check_tensors(op: str, q: Array, k: Array, v: Array) -> int:
         # A masked array would lose its mask without a word.
         if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
             raise TypeError(f"{op}: {name} must be a NumPy array; got {_kind(array)}")
-        if array.dtype.name not in FLOATS or not array.dtype.isnative:
+        if not _is_float(array.dtype):
             raise TypeError(f"{op}: {name} must be one of {', '.join(FLOATS)}; got {array.dtype}")
         if array.dtype != q.dtype:
             raise TypeError(f"{op}: {name} must be {q.dtype} to match q; got {array.dtype}")
@@ -167,6 +168,12 @@ def _check_tensors(op: str, q: Array, k: Array, v: Array) -> int:
         raise ValueError(f"{op}: q must be (B, H, T, D), (H, T, D) or (T, D); got {q.shape}")
     _check_shapes(op, q, k, v)
     return rank
+
+
+@functools.cache
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether scores can be made of this type; remembered, because a dtype takes long to say its name."""
+    return dtype.name in FLOATS and dtype.isnative
 
 
 def _check_shapes(op: str, q: Array, k: Array, v: Array) -> None:

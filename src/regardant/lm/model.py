@@ -12,6 +12,7 @@ L learned positions, I inputs and O outputs of a projection.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -20,7 +21,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from array_api_compat import array_namespace, device, is_torch_array
+from array_api_compat import array_namespace, device, is_numpy_array, is_torch_array
+
+from regardant.lm.blas import one_thread
+from regardant.threads import each
 
 if TYPE_CHECKING:
     from regardant.cache import KVCache
@@ -80,9 +84,11 @@ def forward(
     else:
         turn = rotary_tables(positions_N, config.rope, config.head_width, embedding_VC)
     step = _Step((B, T), offset, starts_B, turn, cache, attend or _default_attend(embedding_VC))
-    for layer in range(config.layers):
-        x_NC = transform(x_NC, layer, weights, config, step)
-    (hidden_NC,) = by_rows(lambda x: (norm(x, weights, names.final_norm, config),), x_NC)
+    ours = is_numpy_array(embedding_VC) and B * T > ROWS  # the threads are: see `by_rows`
+    with one_thread() if ours else contextlib.nullcontext():
+        for layer in range(config.layers):
+            x_NC = transform(x_NC, layer, weights, config, step)
+        (hidden_NC,) = by_rows(lambda x: (norm(x, weights, names.final_norm, config),), x_NC)
     return xp.reshape(hidden_NC, (B, T, config.width))
 
 
@@ -132,13 +138,23 @@ def by_rows(compute: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[
     """Apply what treats every row for itself to `ROWS` rows at a time, and join what comes out.
 
     The intermediate arrays of so many rows stay in the processor's cache and reuse each other's memory; whole, the
-    system has to find and clear new pages for each of them, which takes longer than the arithmetic does.
+    system has to find and clear new pages for each of them, which takes longer than the arithmetic does. NumPy's
+    pieces are spread over the package's threads, so that elementwise work takes part; their cut does not depend on
+    how many there are.
     """
     N = arrays[0].shape[0]
     if N <= ROWS:
         return compute(*arrays)
     xp = array_namespace(arrays[0])
-    pieces = [compute(*(array[i : i + ROWS] for array in arrays)) for i in range(0, N, ROWS)]
+    firsts = range(0, N, ROWS)
+    pieces: list[tuple[Array, ...]] = [()] * len(firsts)
+
+    def work(piece: int) -> None:
+        first = firsts[piece]
+        pieces[piece] = compute(*(array[first : first + ROWS] for array in arrays))
+
+    # torch has threads of its own, and its graph of gradients is no place for ours.
+    each(work, range(len(firsts)), small=not is_numpy_array(arrays[0]))
     return tuple(xp.concat(parts, axis=0) for parts in zip(*pieces, strict=True))
 
 
