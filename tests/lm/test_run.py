@@ -151,6 +151,7 @@ def test_page_data_says_the_same_for_every_token(eager):
         np.testing.assert_allclose(kept.sum(axis=-1) + part["rest"], 1, rtol=1e-5)
     np.testing.assert_allclose(data["all"]["weight"]["sink"], mean[:, 0], rtol=1e-4)
     assert data["focus"] == 3
+    assert data["title"] == run.text[:59] + "…"
 
 
 def test_narrowing_to_layers_changes_no_answer(pair):

@@ -225,7 +225,7 @@ class Run:
         keep = self._sources_per_head()
         weight, written, by_layer = self._summed(progress)
         return {
-            "title": "Where did this token draw from?",
+            "title": _shortened(self.text),
             "model": self.model_name,
             "focus": _one_of("focus", focus, len(self.tokens)),
             "tokens": [{"text": token.text, "id": token.id} for token in self.tokens],
@@ -419,6 +419,12 @@ def _one_of(name: str, index: int, count: int) -> int:
 def _rest(shares_S: Array, listed: list[int]) -> float:
     """What the unlisted tokens have, summed over themselves: a difference would leave rounding where nothing is."""
     return float(np.delete(shares_S, listed).sum())
+
+
+def _shortened(text: str, most: int = 60) -> str:
+    """The beginning of a text on one line, to know a page by."""
+    line = " ".join(text[: 4 * most].split())
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def _ranges(numbers: list[int]) -> str:
