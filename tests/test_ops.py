@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tracemalloc
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -185,6 +186,19 @@ def test_extreme_scores_within_the_error_budget(impl, options):
     q, k, v = tensors(11)
     out, lse = rg.attention(q, k, v, impl=impl, return_lse=True, **options)
     attention_errors_within_budget(out, lse, q, k, v, **options)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float64])
+def test_a_sum_of_huge_values_does_not_overflow_where_their_mean_does_not(dtype):
+    huge = float(ml_dtypes.finfo(dtype).max) * 0.9
+    q, k, v = tensors(33, 1, 2, 1, 90, 90, 4, 3, dtype)
+    v = np.full_like(v, huge)
+    v[..., 1] = 1.0
+    look = rg.look(q, k, v, impl="blocked")
+    rounding = 8 * float(ml_dtypes.finfo(dtype).eps)
+    np.testing.assert_allclose(look.out.astype(np.float64)[..., [0, 2]], float(v[0, 0, 0, 0]), rtol=rounding)
+    np.testing.assert_allclose(look.out.astype(np.float64)[..., 1], 1, rtol=rounding)
+    np.testing.assert_array_equal(look.out, rg.attention(q, k, v, impl="blocked"))
 
 
 # 4. Nothing ignored, nothing replaced, no hidden matrix.

@@ -61,16 +61,27 @@ def attend(problem: Problem, watch: Watch | None = None) -> dict[str, Array]:
         }
     queries, keys = _tile_shape(problem)
 
-    def work(block: tuple[int, slice]) -> None:
-        b, t = block
+    def finished(b: int, t: slice, watch: Watch | None, shrink: float) -> dict[str, Array]:
         rows = _Rows(problem, t.stop - t.start, watch)
         q_GNd = _queries(problem, b, t)
+        for s in _key_blocks(problem, b, t, keys):
+            tile = _scores(problem, b, q_GNd, t, s)
+            if tile is not None:
+                v_GsE = _rows_contiguous(problem.v_BGSE[b, :, s], dtype)
+                rows.take(*tile, v_GsE if shrink == 1 else v_GsE * dtype.type(shrink), s.start)
+        return rows.finish()
+
+    def work(block: tuple[int, slice]) -> None:
+        b, t = block
         with _quiet():
-            for s in _key_blocks(problem, b, t, keys):
-                tile = _scores(problem, b, q_GNd, t, s)
-                if tile is not None:
-                    rows.take(*tile, _rows_contiguous(problem.v_BGSE[b, :, s], dtype), s.start)
-            for name, part in rows.finish().items():
+            results = finished(b, t, watch, 1)
+            out_GRtE = results["out"]
+            if not np.isfinite(out_GRtE).all():
+                # Σ e^(s−m)·v may pass the largest number where the mean does not. A power of two costs no bits.
+                shrink = 0.5 ** (int(problem.sizes[4]).bit_length())
+                again_GRtE = finished(b, t, None, shrink)["out"] / dtype.type(shrink)
+                results["out"] = np.where(np.isfinite(out_GRtE), out_GRtE, again_GRtE)
+            for name, part in results.items():
                 seen[name][b, :, t] = part.reshape(H, *part.shape[2:])
 
     # The last queries see the most keys: begun first, they do not leave one thread working alone at the end.

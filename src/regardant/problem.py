@@ -254,6 +254,9 @@ def _per_head(op: str, name: str, given: ArrayLike, H: int, dtype: DTypeLike) ->
         raise TypeError(f"{op}: {name} must be numbers; got {array.dtype}")
     if array.shape != (H,):
         raise ValueError(f"{op}: {name} must be ({H},), one number per query head; got {array.shape}")
+    allowed = np.isfinite(array) | (name == "sinks") & np.isneginf(array)  # a sink of −∞ is none
+    if not allowed.all():
+        raise ValueError(f"{op}: {name} must be finite; got {array[~allowed][0]}")
     return array.astype(dtype)
 
 

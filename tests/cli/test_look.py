@@ -179,7 +179,7 @@ def test_it_says_which_word_gave_most_besides_the_first_token_and_itself(capsys)
     assert main(["look", "a b c"]) == 0
     out, _ = capsys.readouterr()
     assert "The first token, “a”, is where heads rest that look for nothing: 33.3 % / 33.3 %." in out
-    assert "Of the other tokens listed, “b” gave most: 33.3 % / 33.3 %." in out
+    assert "Of the earlier tokens listed, most was written from “b”: 33.3 % / 33.3 %." in out
 
 
 def test_layers_and_chat_are_passed_on(model, capsys):
@@ -355,7 +355,7 @@ def test_smollm2_in_the_example_draws_on_the_sheep(smollm2_gguf, capsys, tmp_pat
     monkeypatch.chdir(tmp_path)
     assert main(["look", "--model", str(smollm2_gguf)]) == 0
     out, _ = capsys.readouterr()
-    assert "Of the other tokens listed, “sheep” gave most" in out
+    assert "Of the earlier tokens listed, most was written from “sheep”" in out
     assert (tmp_path / "look.html").stat().st_size > 10_000
     assert main(["look", "--model", str(smollm2_gguf), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -583,16 +583,10 @@ def test_generate_refuses_before_it_runs():
         model.generate("x", temperature=-1)
     with pytest.raises(ContextError, match="97 tokens, more than the 96"):
         model.generate("x" * 97)
-    with pytest.raises(UserError, match="the prompt is empty, and tiny has no start token"):
+    with pytest.raises(UserError, match="the prompt is empty: give it at least one character"):
         model.generate("")
     with pytest.raises(UserError, match="the prompt is empty"):
         model.generate([])
-
-
-def test_an_empty_prompt_begins_with_the_start_token_where_there_is_one():
-    model = ours(tiny("llama"))
-    model.tokenizer.bos = 7
-    assert model.generate("", max_tokens=1).prompt_ids == (7,)
 
 
 class Chat(Bytes):

@@ -145,6 +145,17 @@ def test_rotary_buffers_and_an_output_layer_beside_a_tied_embedding_are_passed_o
     assert set(load(folder).weights) == expected
 
 
+def test_a_head_of_its_own_beside_a_tied_embedding_is_refused(folder):
+    def part(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+    rewrite(folder, part)
+    with pytest.raises(
+        LoadError, match=r"holds an lm_head.weight other than the embedding, though config.json says"
+    ):
+        load(folder)
+
+
 # ------------------------------------------------------------------------------------------- what is not whole
 
 

@@ -56,7 +56,7 @@ def _decoded(data: bytes, source: str) -> str:
     if len(data) > LARGEST:
         raise UserError(f"{source} holds more than {LARGEST >> 20} MiB, more than any model reads")
     try:
-        return data.decode()
+        return data.decode().removeprefix("\ufeff")  # a byte order mark is no part of the text
     except UnicodeDecodeError as error:
         raise UserError(
             f"{source} is not UTF-8: byte 0x{data[error.start]:02X} at offset {error.start}"

@@ -233,7 +233,7 @@ def describe(run: Run, sources: Sources, remark: str, layers: str) -> None:
     if others:
         most = max(others, key=lambda item: item.written)
         terminal.say(
-            f"Of the other tokens listed, {_quoted(run.text, most.token)} gave most: "
+            f"Of the earlier tokens listed, most was written from {_quoted(run.text, most.token)}: "
             f"{_percent(most.weight)} / {_percent(most.written)}.\n"
         )
     terminal.say(

@@ -98,7 +98,9 @@ def read_weights(
     Raises:
         LoadError: a file is missing, cut short or damaged, or the tensors are not those that `expected` names.
     """
-    tensors = _named_as_expected(_tensors(folder), expected)
+    stored_tensors = _tensors(folder)
+    _refuse_two_heads(folder, stored_tensors, expected)
+    tensors = _named_as_expected(stored_tensors, expected)
     shared.check(str(folder), {name: tensor.shape for name, tensor in tensors.items()}, expected)
     weights: Weights = {}
     jobs: list[tuple[int, Callable[[], None]]] = []
@@ -126,6 +128,19 @@ def _named_as_expected(tensors: Mapping[str, Tensor], expected: Mapping[str, Sha
         for name, tensor in whole.items()
         if name in expected or not (name.endswith(_BUFFERS) or name == _HEAD)
     }
+
+
+def _refuse_two_heads(folder: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) -> None:
+    """Refuse a head of its own where the configuration says that the embedding is the head."""
+    embedding = next((tensors[n] for n in tensors if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+    head = tensors.get(_HEAD)
+    if _HEAD in expected or head is None or embedding is None:
+        return
+    if not np.array_equal(_stored(_HEAD, head), _stored("the embedding", embedding)):
+        raise LoadError(
+            f"{folder}: holds an {_HEAD} other than the embedding, though config.json says that they are tied; "
+            "set tie_word_embeddings to false there if the model has a head of its own"
+        )
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

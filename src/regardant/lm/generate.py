@@ -263,9 +263,7 @@ def generate_ids(
     """
     check_max_tokens(max_tokens)
     if not len(prompt_ids):
-        raise UserError(
-            f"the prompt is empty, and {model.name} has no start token to begin from: give it at least one character"
-        )
+        raise UserError("the prompt is empty: give it at least one character")
     check_context(model, len(prompt_ids), "prompt")
     room = model.config.context - len(prompt_ids)
     limit = room if max_tokens is None else min(max_tokens, room)

@@ -220,12 +220,8 @@ class LanguageModel:
         if chat:
             text = self.chat_text(prompt)  # type: ignore[arg-type]  # what is no message is refused there
             return self.tokenizer.encode(text, special=False)
-        if isinstance(prompt, str):
-            bos = self.tokenizer.bos
-            # A text's beginning is something to continue, where the model knows a token for it.
-            ids = self.encode(prompt) or ([] if bos is None else [bos])
-        else:
-            ids = list(prompt)  # type: ignore[arg-type]  # what is no id is refused below
+        # What is no id is refused below; a start token alone would be no prompt.
+        ids: list[Any] = (self.encode(prompt) if prompt else []) if isinstance(prompt, str) else list(prompt)
         return [int(i) for i in self._checked(ids)[0]] if ids else []
 
     @property

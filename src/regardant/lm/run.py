@@ -165,8 +165,7 @@ class Run:
             UserError: a token, layer or head that is not there, or a `top` below 1.
         """
         at = _one_of("token", token, len(self.tokens))
-        if top < 1:
-            raise UserError(f"top must be at least 1; got {top}")
+        _check_top(top)
         chosen = self._chosen(layers)
         weight_S = np.zeros(len(self.tokens))
         written_S = np.zeros(len(self.tokens))
@@ -316,7 +315,7 @@ def look(
     language_model: LanguageModel,
     text: str,
     *,
-    layers: Sequence[int] | None = None,
+    layers: int | Sequence[int] | None = None,
     top: int = 8,
     chat: bool = False,
     progress: Progress | None = None,
@@ -342,8 +341,7 @@ def look(
     config = language_model.config
     if not isinstance(next(iter(language_model.weights.values())), np.ndarray):
         raise TypeError("look: the model's weights must be NumPy arrays")
-    if top < 1:
-        raise UserError(f"top must be at least 1; got {top}")
+    _check_top(top)
     wanted = range(config.layers) if layers is None else sorted(_layer_numbers(layers, config.layers))
     if chat:
         text = language_model.chat_text(text)
@@ -401,10 +399,21 @@ def _layer(number: int, seen: Look, written_HS: Array) -> Layer:
     )
 
 
-def _layer_numbers(layers: Sequence[int], count: int) -> set[int]:
-    numbers = {int(number) for number in layers}
+def _check_top(top: int) -> None:
+    if not isinstance(top, int) or isinstance(top, bool):
+        raise TypeError(f"top must be an integer; got {top!r}")
+    if top < 1:
+        raise UserError(f"top must be at least 1; got {top}")
+
+
+def _layer_numbers(layers: int | Sequence[int], count: int) -> set[int]:
+    if isinstance(layers, str) or not all(
+        isinstance(number, int | np.integer) for number in np.atleast_1d(layers)
+    ):
+        raise TypeError(f"layers must be integers; got {layers!r}")
+    numbers = {int(number) for number in np.atleast_1d(layers)}
     if not numbers or not numbers <= set(range(count)):
-        raise UserError(f"layers must lie between 0 and {count - 1}, and be at least one; got {list(layers)}")
+        raise UserError(f"layers must lie between 0 and {count - 1}, and be at least one; got {layers}")
     return numbers
 
 

@@ -236,8 +236,20 @@ class Tokenizer:
         try:
             values = {**self._special, "messages": messages, "add_generation_prompt": add_generation_prompt}
             return str(_template(self._chat_template).render(values))
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
             raise ChatError(f"the model's chat template does not accept these messages: {error}") from None
+
+
+# What a template's own expressions can come to, besides Jinja's errors: it is a stranger's program.
+_TEMPLATE_FAULTS = (
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    MemoryError,
+    RecursionError,
+)
 
 
 class _KindError(ValueError):
