@@ -93,7 +93,7 @@ def test_the_prompt_may_come_from_elsewhere(how, as_data, monkeypatch, tmp_path)
 
 def test_an_empty_prompt_without_a_start_token_is_refused(tiny_folder, capsys):
     assert main(["generate", "", "--model", str(tiny_folder)]) == 2
-    assert "the prompt is empty, and tiny has no start token" in capsys.readouterr().err
+    assert "the prompt is empty: give it at least one character" in capsys.readouterr().err
 
 
 def test_chat_without_a_template_is_refused(tiny_folder, tmp_path, capsys):

@@ -400,7 +400,7 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers():
 
 
 def test_an_empty_prompt_is_refused():
-    with pytest.raises(UserError, match="the prompt is empty, and script has no start token"):
+    with pytest.raises(UserError, match="the prompt is empty: give it at least one character"):
         Script(b"").write(prompt=())
 
 

@@ -229,6 +229,9 @@ def test_spans_keep_the_space_whatever_the_post_processor(tmp_path):
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ 1 + 'a' }}", "does not accept"),
+        ("{{ 1 / 0 }}", "does not accept"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "does not accept"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "does not accept"),
     ],
 )
 def test_a_template_that_refuses_or_misbehaves_gives_one_sentence(template, sentence):
