@@ -109,3 +109,10 @@ def test_smollm2_knows_the_capital_of_france(smollm2_gguf, capsys):
         main(["generate", "The capital of France is", "--model", str(smollm2_gguf), "--max-tokens", "1"]) == 0
     )
     assert capsys.readouterr().out == " Paris\n"
+
+
+@pytest.mark.parametrize("option", ["--top-k", "--top-p", "--min-p"])
+def test_narrowing_what_is_never_drawn_is_refused(option, capsys):
+    assert main(["generate", "a", option, "1"]) == 2
+    _, err = capsys.readouterr()
+    assert f"{option} narrows what is drawn, and nothing is at temperature 0: give --temperature too" in err

@@ -136,6 +136,12 @@ def _check(settings: dict[str, Any]) -> None:
     lm.stop_strings(settings["stop"])
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     lm.Sampling(**{name: settings[name] for name in names})
+    for name in ("top_k", "top_p", "min_p"):
+        if settings["temperature"] == 0 and settings[name] is not None:
+            option = name.replace("_", "-")
+            raise UserError(
+                f"--{option} narrows what is drawn, and nothing is at temperature 0: give --temperature too"
+            )
 
 
 def _stream(first: str, text: Generation) -> None:
