@@ -120,7 +120,8 @@ def attention(
         bias: floating, broadcastable to (B, H, T, S), added to the scores; −∞ hides a key as a mask does.
         alibi: (H,) slopes (Press et al. 2022).
         softcap: bounds the scores smoothly, before any mask or bias (Gemma 2).
-        sinks: (H,) logits that join the denominator only, so that a row's weights sum to less than 1 (GPT-OSS).
+        sinks: (H,) logits that join the denominator only, so that a row's weights sum to less than 1 (GPT-OSS);
+            −∞ for none.
         scale: factor on the dot products. Default 1/√D.
         impl: "auto", "reference" (float64, T·S memory) or "blocked" (NumPy, no T·S memory).
         return_lse: also return lse.
