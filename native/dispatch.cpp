@@ -1,0 +1,95 @@
+#include "dispatch.hpp"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace regardant {
+
+#define REGARDANT_DECLARE(isa)                                 \
+    namespace isa {                                            \
+    bool attend(const Problem&, const Results&, int threads);  \
+    bool sums(const Problem&, const Sums&, int threads);       \
+    bool rows(const Problem&, const Rows&, int threads);       \
+    }
+REGARDANT_DECLARE(scalar)
+REGARDANT_DECLARE(avx2)
+REGARDANT_DECLARE(avx512)
+REGARDANT_DECLARE(neon)
+
+namespace {
+
+struct Set {
+    const char* name;
+    bool present;
+    Kernels kernels;
+};
+
+// In order of preference, the best last.
+const std::vector<Set>& present() {
+    static const std::vector<Set> sets = [] {
+#if defined(__x86_64__)
+        __builtin_cpu_init();
+#endif
+        const Set built[] = {
+#if defined(REGARDANT_SCALAR)
+            {"scalar", true, {scalar::attend, scalar::sums, scalar::rows}},
+#endif
+#if defined(REGARDANT_NEON)
+            {"neon", true, {neon::attend, neon::sums, neon::rows}},
+#endif
+#if defined(REGARDANT_AVX2)
+            {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"),
+             {avx2::attend, avx2::sums, avx2::rows}},
+#endif
+#if defined(REGARDANT_AVX512)
+            {"avx512",
+             __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                 __builtin_cpu_supports("avx512cd"),
+             {avx512::attend, avx512::sums, avx512::rows}},
+#endif
+        };
+        std::vector<Set> here;
+        for (const Set& set : built) {
+            if (set.present) here.push_back(set);
+        }
+        return here;
+    }();
+    return sets;
+}
+
+const Set& named(const std::string& name, const std::string& asked) {
+    std::string names;
+    for (const Set& set : present()) {
+        if (set.name == name) return set;
+        names += (names.empty() ? "" : ", ") + std::string(set.name);
+    }
+    throw std::runtime_error(asked + " must be one of this machine's instruction sets, " + names + "; got '" + name + "'");
+}
+
+std::atomic<const Set*> chosen{nullptr};
+
+const Set& current() {
+    const Set* set = chosen.load();
+    if (!set) {
+        const char* asked = std::getenv("REGARDANT_ISA");
+        set = asked && *asked ? &named(asked, "REGARDANT_ISA") : &present().back();
+        chosen.store(set);
+    }
+    return *set;
+}
+
+}  // namespace
+
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> names;
+    for (const Set& set : present()) names.emplace_back(set.name);
+    return names;
+}
+
+const Kernels& kernels() { return current().kernels; }
+std::string instruction_set() { return current().name; }
+void choose(const std::string& name) { chosen.store(&named(name, "the instruction set")); }
+
+}  // namespace regardant

@@ -1,0 +1,230 @@
+// Attention for many queries: a task is a block of queries of one head, which walks along the keys it may see.
+//
+// Bits do not depend on how many threads there are or on which other rows are computed: blocks of keys begin at
+// multiples of `key_block` whatever the queries see, and a row stays in its own lane.
+#include "decode.hpp"
+#include "products.hpp"
+
+namespace regardant::REGARDANT_ISA {
+namespace {
+
+constexpr i64 query_block = 128;
+
+// Keys whose scores for a group stay in the first cache, in whole register tiles.
+constexpr i64 key_block = tile_rows * (tile_rows > 6 ? 14 : 32);
+
+template <class A>
+constexpr int lanes = tile_vectors * Simd<A>::W;
+
+template <class A>
+bool finite(const A* rows, i64 pitch, i64 count, i64 width) {
+    A sum = 0;
+    for (i64 r = 0; r < count; ++r) {
+        for (i64 c = 0; c < width; ++c) sum += rows[r * pitch + c] * 0;
+    }
+    return sum == 0;
+}
+
+// The mixing for a tile in which something is hidden and some value is not finite: a hidden value must not be
+// read into the sum, not even as 0 · NaN.
+template <class A>
+void mix_visible(const Problem& p, const Group<A, tile_vectors>& g, const A* s, i64 j, i64 n, const A* v, i64 pitch,
+                 const Vec<A> (&fade)[tile_vectors], A* o) {
+    constexpr int L = lanes<A>;
+    for (int lane = 0; lane < g.count; ++lane) {
+        for (i64 e = 0; e < p.E; ++e) {
+            A sum = o[e * L + lane] * fade[lane / g.W][lane % g.W];
+            for (i64 i = 0; i < n; ++i) {
+                const A value = v[i * pitch + e];
+                if (value * 0 == 0 || visible(p, g.b, g.head[lane], g.query[lane], j + i)) {
+                    sum += s[i * L + lane] * value;
+                }
+            }
+            o[e * L + lane] = sum;
+        }
+    }
+}
+
+// Divides by the denominators and writes the rows of a group; where looking, their statistics.
+template <class A>
+void finish(const Problem& p, const Results& r, Group<A, tile_vectors>& g, Tops<A>& tops, A* o, bool& overflowed) {
+    constexpr int W = Simd<A>::W, L = lanes<A>;
+    A total[L], inverse[L] = {};
+    for (int lane = 0; lane < g.count; ++lane) {
+        const int v = lane / W, i = lane % W;
+        total[lane] = Row<A>{g.m[v][i], g.l[v][i], g.u[v][i]}.write(p, r, g.b, g.head[lane], g.query[lane]);
+        inverse[lane] = total[lane] == 0 ? 0 : 1 / total[lane];
+        if (r.watching && r.top) {
+            tops.sort(lane);
+            write_top(p, r, g.b, g.head[lane], g.query[lane], tops.scores + lane * r.top, tops.keys + lane * r.top);
+        }
+    }
+    A rows[W][64];
+    const i64 item = size_of(p.type);
+    for (int first = 0; first < g.count; first += W) {
+        const Vec<A> by = load(inverse + first);
+        const int count = static_cast<int>(smaller_of(W, g.count - first));
+        for (i64 from = 0; from < p.E; from += 64) {
+            const i64 width = smaller_of(64, p.E - from);
+            Vec<A> square[W], bad = {};
+            for (i64 e = 0; e < width; e += W) {
+                for (int i = 0; i < W; ++i) {
+                    square[i] = e + i < width ? load(o + (from + e + i) * L + first) * by : Vec<A>{};
+                    bad += square[i] * 0;
+                }
+                transpose<A>(square);
+                for (int i = 0; i < W; ++i) store<A>(rows[i] + e, square[i]);
+            }
+            overflowed |= sum<A>(bad) != 0;
+            for (int i = 0; i < count; ++i) {
+                const i64 row = (g.b * p.H + g.head[first + i]) * p.T + g.query[first + i];
+                narrow_row<A>(p.type, rows[i], width, static_cast<char*>(r.out) + (row * p.E + from) * item);
+            }
+        }
+    }
+}
+
+// Rows whose output is no number although their values and their weights are.
+template <class A>
+void mend_overflow(const Problem& p, const Results& r, const Group<A, tile_vectors>& g, const Rows_of<A>& values) {
+    for (i64 j = g.first; j < g.last; j += key_block) {
+        i64 pitch;
+        const i64 end = smaller_of(g.last, j + key_block);
+        const A* v = values.rows(j, end, pitch);
+        if (!finite(v, pitch, end - j, p.E)) return;
+    }
+    for (int lane = 0; lane < g.count; ++lane) {
+        const A m = g.m[lane / g.W][lane % g.W], l = g.l[lane / g.W][lane % g.W];
+        const A total = l + (p.sinks ? exp_of(static_cast<A>(p.sinks[g.head[lane]]) - m) : 0);
+        if (l == l && m * 0 == 0) write_row_exactly(p, r, g.b, g.head[lane], g.query[lane], m, total);
+    }
+}
+
+template <class A, bool watching>
+class Block {
+  public:
+    static constexpr int L = lanes<A>;
+    static constexpr int most_groups = query_block / L;
+
+    static i64 bytes(const Problem& p, const Results& r) {
+        const i64 per_group = padded(p.D * L * sizeof(A)) + padded(p.E * L * sizeof(A)) + padded(sizeof(Group<A, tile_vectors>)) +
+                              (watching ? padded(L * r.top * sizeof(A)) + padded(L * r.top * 8) : 0);
+        return most_groups * per_group + padded(key_block * L * sizeof(A)) + padded(key_block * p.D * sizeof(A)) +
+               padded(key_block * p.E * sizeof(A));
+    }
+
+    Block(const Problem& p, const Results& r, Scratch& scratch)
+        : p_(p), r_(r), s_(scratch.take<A>(key_block * L)),
+          k_copies_(Rows_of<A>::in_place(p, p.k, p.D) ? nullptr : scratch.take<A>(key_block * p.D)),
+          v_copies_(Rows_of<A>::in_place(p, p.v, p.E) ? nullptr : scratch.take<A>(key_block * p.E)) {
+        for (int i = 0; i < most_groups; ++i) {
+            q_[i] = scratch.take<A>(p.D * L);
+            o_[i] = scratch.take<A>(p.E * L);
+            if constexpr (watching) {
+                tops_[i] = Tops<A>{r.top, scratch.take<A>(L * r.top), scratch.take<i64>(L * r.top)};
+            }
+        }
+    }
+
+    // Queries [from, to) of head h of batch row b.
+    void run(i64 b, i64 h, i64 from, i64 to) {
+        const i64 g = h / (p_.H / p_.G);
+        const Rows_of<A> keys(p_, p_.k, b, g, p_.D, k_copies_), values(p_, p_.v, b, g, p_.E, v_copies_);
+        begin(b, h, from, to);
+        for (i64 j = first_ / key_block * key_block; j < last_; j += key_block) {
+            // An even number of keys in front, so that sums over even and odd keys do not depend on the window.
+            const i64 start = larger_of(j, first_ - (first_ - j) % 2), end = smaller_of(j + key_block, last_);
+            i64 k_row, v_row;
+            const A* const k = keys.rows(start, end, k_row);
+            const A* const v = values.rows(start, end, v_row);
+            all_finite_ = -1;
+            for (int i = 0; i < groups_; ++i) {
+                const i64 low = larger_of(start, group_[i].first - (group_[i].first - j) % 2);
+                const i64 high = smaller_of(end, group_[i].last);
+                if (low >= high || apart(p_, group_[i], low, high - low)) continue;
+                take(i, low, high - low, k + (low - start) * k_row, k_row, v, start, end, v_row);
+            }
+        }
+        for (int i = 0; i < groups_; ++i) {
+            bool overflowed = false;
+            finish(p_, r_, group_[i], tops_[i], o_[i], overflowed);
+            if (overflowed) mend_overflow(p_, r_, group_[i], values);
+        }
+    }
+
+  private:
+    void begin(i64 b, i64 h, i64 from, i64 to) {
+        groups_ = 0;
+        first_ = last_ = 0;
+        for (i64 t = from; t < to; t += L, ++groups_) {
+            auto& g = group_[groups_] = {};
+            g.b = b;
+            for (i64 i = t; i < smaller_of(t + L, to); ++i) g.add(p_, h, i);
+            g.close();
+            if (g.first < g.last) {
+                first_ = first_ < last_ ? smaller_of(first_, g.first) : g.first;
+                last_ = larger_of(last_, g.last);
+            }
+            pack_queries(p_, g, q_[groups_]);
+            for (i64 e = 0; e < p_.E * L; ++e) o_[groups_][e] = 0;
+            if constexpr (watching) tops_[groups_].clear(L);
+        }
+    }
+
+    // One tile: keys [j, j + n) for group i; v holds the values of keys [start, end).
+    void take(int i, i64 j, i64 n, const A* k, i64 k_row, const A* v, i64 start, i64 end, i64 v_row) {
+        auto& g = group_[i];
+        scores(k, k_row, n, q_[i], p_.D, static_cast<A>(p_.scale), s_);
+        const bool hides = apply_options(p_, g, j, n, s_);
+        Vec<A> most[tile_vectors], fade[tile_vectors];
+        largest<A, tile_vectors>(s_, n, most);
+        if constexpr (watching) {
+            if (r_.top) keep_top(g, tops_[i], s_, j, n, most);
+        }
+        absorb<watching>(g, s_, n, most, fade);
+        if (hides && all_finite_ < 0) all_finite_ = finite(v, v_row, end - start, p_.E);
+        const A* const here = v + (j - start) * v_row;
+        if (hides && !all_finite_) {
+            mix_visible(p_, g, s_, j, n, here, v_row, fade, o_[i]);
+        } else {
+            mix(s_, n, here, v_row, p_.E, fade, o_[i]);
+        }
+    }
+
+    const Problem& p_;
+    const Results& r_;
+    A *s_, *k_copies_, *v_copies_;
+    A *q_[most_groups], *o_[most_groups];
+    Tops<A> tops_[most_groups];
+    Group<A, tile_vectors> group_[most_groups];
+    int groups_ = 0;
+    int all_finite_ = -1;                    // of the block's values: not known yet, no, yes
+    i64 first_ = 0, last_ = 0;
+};
+
+template <class A, bool watching>
+bool forward(const Problem& p, const Results& r, int threads) {
+    const i64 blocks = (p.T + query_block - 1) / query_block;
+    // The last queries see the most keys: begun first, they do not leave one thread working alone at the end.
+    return each(p.B * p.H * blocks, threads, [&](i64 task) {
+        Scratch scratch(Block<A, watching>::bytes(p, r));
+        if (!scratch) return false;
+        Block<A, watching> block(p, r, scratch);
+        const i64 from = (blocks - 1 - task / (p.B * p.H)) * query_block, bh = task % (p.B * p.H);
+        block.run(bh / p.H, bh % p.H, from, smaller_of(from + query_block, p.T));
+        return true;
+    });
+}
+
+}  // namespace
+
+bool attend(const Problem& p, const Results& r, int threads) {
+    if (p.B * p.H * p.T == 0) return true;
+    if (p.T <= decode_queries) return decode(p, r, threads);
+    if (p.type == Type::float64) {
+        return r.watching ? forward<double, true>(p, r, threads) : forward<double, false>(p, r, threads);
+    }
+    return r.watching ? forward<float, true>(p, r, threads) : forward<float, false>(p, r, threads);
+}
+
+}  // namespace regardant::REGARDANT_ISA

@@ -1,0 +1,13 @@
+// Threads for the kernels: started when first needed, kept, shared by every caller, rebuilt after a fork.
+#pragma once
+
+#include <cstdint>
+
+namespace regardant {
+
+// Do work(context, task) for every task in 0 … tasks − 1 on up to `threads` threads, the caller's among them, and
+// return when all are done: true if every one returned true. Tasks begin in order. May be called from many
+// threads at once; the caller works whether or not others come to help, so no call waits for another.
+bool parallel(std::int64_t tasks, int threads, bool (*work)(void* context, std::int64_t task), void* context);
+
+}  // namespace regardant

@@ -1,0 +1,164 @@
+// The two matrix products of attention for a full group of query rows: K · Qᵀ and Vᵀ · P, with the rows in lanes.
+//
+// Both are register tiles of M × N vectors: one number of K (or V), broadcast, meets N vectors of Q (or P). K and V
+// are read where they lie.
+#pragma once
+
+#include "tile.hpp"
+
+namespace regardant::REGARDANT_ISA {
+
+// M · N accumulators, N vectors and a broadcast number fill the registers.
+#if REGARDANT_BYTES == 64
+constexpr int tile_rows = 12, tile_vectors = 2;
+#elif defined(__aarch64__)
+constexpr int tile_rows = 6, tile_vectors = 4;
+#else
+constexpr int tile_rows = 6, tile_vectors = 2;
+#endif
+
+// s[m][lane] = scale · Σ_d k[m][d] · q[d][lane] for M keys.
+template <class A, int M>
+inline void score_keys(const A* k, i64 row, const A* q, i64 D, A scale, A* s) {
+    using V = Vec<A>;
+    constexpr int N = tile_vectors, W = Simd<A>::W, L = N * W;
+    V tile[M][N] = {};
+    for (i64 d = 0; d < D; ++d) {
+        V right[N];
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) right[v] = load(q + d * L + v * W);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+            const V left = all(k[m * row + d]);
+#pragma GCC unroll 4
+            for (int v = 0; v < N; ++v) tile[m][v] += left * right[v];
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) store<A>(s + m * L + v * W, tile[m][v] * scale);
+    }
+}
+
+// o[m][lane] = fade[lane] · o[m][lane] + Σ_j v[j][m] · p[j][lane] for M columns of V.
+template <class A, int M>
+inline void mix_columns(const A* p, i64 keys, const A* v_data, i64 row, const Vec<A> (&fade)[tile_vectors], A* o) {
+    using V = Vec<A>;
+    constexpr int N = tile_vectors, W = Simd<A>::W, L = N * W;
+    V tile[M][N];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) tile[m][v] = load(o + m * L + v * W) * fade[v];
+    }
+    for (i64 j = 0; j < keys; ++j) {
+        V right[N];
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) right[v] = load(p + j * L + v * W);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+            const V left = all(v_data[j * row + m]);
+#pragma GCC unroll 4
+            for (int v = 0; v < N; ++v) tile[m][v] += left * right[v];
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) store<A>(o + m * L + v * W, tile[m][v]);
+    }
+}
+
+// Cut `count` rows into tiles of at most `tile_rows`, as equal as can be, and call f<M>(first row) for each: a small
+// remainder would leave most of the registers idle.
+template <int M, class F>
+inline void call_tile(int rows, i64 first, const F& f) {
+    if constexpr (M > 0) {
+        if (rows == M) {
+            f.template operator()<M>(first);
+        } else {
+            call_tile<M - 1>(rows, first, f);
+        }
+    }
+}
+
+template <class F>
+inline void tiles(i64 count, const F& f) {
+    const i64 parts = (count + tile_rows - 1) / tile_rows;
+    for (i64 part = 0, first = 0; part < parts; ++part) {
+        const i64 next = count * (part + 1) / parts;
+        call_tile<tile_rows>(static_cast<int>(next - first), first, f);
+        first = next;
+    }
+}
+
+template <class A>
+inline void scores(const A* k, i64 row, i64 keys, const A* q, i64 D, A scale, A* s) {
+    constexpr int L = tile_vectors * Simd<A>::W;
+    tiles(keys, [=]<int M>(i64 first) { score_keys<A, M>(k + first * row, row, q, D, scale, s + first * L); });
+}
+
+template <class A>
+inline void mix(const A* p, i64 keys, const A* v, i64 row, i64 E, const Vec<A> (&fade)[tile_vectors], A* o) {
+    constexpr int L = tile_vectors * Simd<A>::W;
+    tiles(E, [&]<int M>(i64 first) { mix_columns<A, M>(p, keys, v + first, row, fade, o + first * L); });
+}
+
+// The queries of a group as (D, L), so that a vector holds one coordinate of W rows.
+template <class A>
+inline void pack_queries(const Problem& p, const Group<A, tile_vectors>& g, A* q) {
+    constexpr int W = Simd<A>::W, L = tile_vectors * W;
+    const i64* strides = p.q.strides;
+    for (int first = 0; first < L; first += W) {
+        A rows[W][W];
+        for (i64 d = 0; d < p.D; d += W) {
+            const i64 width = smaller_of(W, p.D - d);
+            Vec<A> square[W];
+            for (int i = 0; i < W; ++i) {
+                if (first + i >= g.count) {
+                    square[i] = Vec<A>{};
+                    continue;
+                }
+                const i64 at = g.b * strides[0] + g.head[first + i] * strides[1] + g.query[first + i] * strides[2];
+                widen_rows<A>(p.type, p.q.data + (at + d * strides[3]) * size_of(p.type), 0, strides[3], 1, width, rows[i], W);
+                square[i] = load(rows[i]);
+            }
+            transpose<A>(square);
+            for (i64 i = 0; i < width; ++i) store<A>(q + (d + i) * L + first, square[i]);
+        }
+    }
+}
+
+// Keys or values of one head as rows of A: where they lie if they lie so, else a copy of what is asked for.
+template <class A>
+class Rows_of {
+  public:
+    Rows_of(const Problem& p, const Array4& array, i64 b, i64 g, i64 width, A* copies)
+        : type_(p.type), data_(array.data + (b * array.strides[0] + g * array.strides[1]) * size_of(p.type)),
+          row_(array.strides[2]), column_(array.strides[3]), width_(width), copies_(copies) {}
+
+    static bool in_place(const Problem& p, const Array4& array, i64 width) {
+        return p.type == (sizeof(A) == 8 ? Type::float64 : Type::float32) && (array.strides[3] == 1 || width == 1);
+    }
+
+    // Rows [from, to); `pitch` is set to their distance.
+    const A* rows(i64 from, i64 to, i64& pitch) const {
+        const char* start = data_ + from * row_ * size_of(type_);
+        if (!copies_) {
+            pitch = row_;
+            return reinterpret_cast<const A*>(start);
+        }
+        pitch = width_;
+        widen_rows<A>(type_, start, row_, column_, to - from, width_, copies_, width_);
+        return copies_;
+    }
+
+  private:
+    Type type_;
+    const char* data_;
+    i64 row_, column_, width_;
+    A* copies_;
+};
+
+}  // namespace regardant::REGARDANT_ISA

@@ -1,0 +1,189 @@
+// Finished weights e^(s − lse), made again from q, k and lse: what each key received, the mass in blocks of the
+// matrix, and single rows. Sums are over queries, so a task is a range of keys and walks along the queries that
+// may see them: the same order, and so the same bits, for any number of threads.
+#include "products.hpp"
+
+namespace regardant::REGARDANT_ISA {
+namespace {
+
+constexpr i64 key_block = 128;
+constexpr i64 groups_at_once = 16;   // so many are summed in A before they are added in double
+
+template <class A>
+constexpr int lanes = tile_vectors * Simd<A>::W;
+
+// A group's tile of scores [j, j + n), become weights; hidden ones and rows that see nothing are 0.
+template <class A>
+void weigh(const Group<A, tile_vectors>& g, const Problem& p, const A* lse_BHT, A* s, i64 n) {
+    constexpr int W = Simd<A>::W, L = lanes<A>;
+    A lse[L];
+    for (int lane = 0; lane < L; ++lane) lse[lane] = lse_BHT[(g.b * p.H + g.head[lane]) * p.T + g.query[lane]];
+    for (int v = 0; v < tile_vectors; ++v) {
+        const Vec<A> by = load(lse + v * W);
+        const Vec<A> base = by == -infinity ? Vec<A>{} : by;
+        for (i64 i = 0; i < n; ++i) {
+            A* const at = s + i * L + v * W;
+            const Vec<A> score = load(at);
+            store<A>(at, score == -infinity ? Vec<A>{} : exp_negative(score - base));
+        }
+    }
+}
+
+// Where a query or a key falls when `count` are cut into `parts`: part r holds count·r//parts … count·(r+1)//parts.
+i64 part_of(i64 at, i64 count, i64 parts) {
+    i64 r = static_cast<i64>(static_cast<__int128>(at) * parts / count);
+    while (r + 1 < parts && static_cast<i64>(static_cast<__int128>(count) * (r + 1) / parts) <= at) ++r;
+    while (static_cast<i64>(static_cast<__int128>(count) * r / parts) > at) --r;
+    return r;
+}
+
+template <class A>
+class Column {
+  public:
+    static constexpr int W = Simd<A>::W, L = lanes<A>;
+
+    static i64 bytes(const Problem& p) {
+        return padded(p.D * L * sizeof(A)) + 2 * padded(key_block * L * sizeof(A)) + padded(key_block * p.D * sizeof(A)) +
+               padded(key_block * 8);
+    }
+
+    Column(const Problem& p, const Sums& sums, Scratch& scratch)
+        : p_(p), sums_(sums), q_(scratch.take<A>(p.D * L)), s_(scratch.take<A>(key_block * L)),
+          run_(scratch.take<A>(key_block * L)),
+          copies_(Rows_of<A>::in_place(p, p.k, p.D) ? nullptr : scratch.take<A>(key_block * p.D)),
+          total_(scratch.take<double>(key_block)) {}
+
+    // Keys [from, to), at most key_block of them, of head h; `pooled` is this head's column of blocks, or null.
+    void run(i64 b, i64 h, i64 from, i64 to, double* pooled) {
+        const Rows_of<A> keys(p_, p_.k, b, h / (p_.H / p_.G), p_.D, copies_);
+        i64 row;
+        const A* const k = keys.rows(from, to, row);
+        for (i64 j = 0; j < to - from; ++j) total_[j] = 0;
+        for (i64 t = 0; t < p_.T; t += L * groups_at_once) {
+            for (i64 i = 0; i < (to - from) * L; ++i) run_[i] = 0;
+            for (i64 i = t; i < smaller_of(t + L * groups_at_once, p_.T); i += L) add(b, h, i, from, to, k, row, pooled);
+            for (i64 j = 0; j < to - from; ++j) {
+                double sum = 0;
+                for (int lane = 0; lane < L; ++lane) sum += static_cast<double>(run_[j * L + lane]);
+                total_[j] += sum;
+            }
+        }
+        if (!sums_.received) return;
+        A* const received = static_cast<A*>(sums_.received) + (b * p_.H + h) * p_.S;
+        for (i64 j = from; j < to; ++j) received[j] = static_cast<A>(total_[j - from]);
+    }
+
+  private:
+    // One group of queries, from query i on.
+    void add(i64 b, i64 h, i64 i, i64 from, i64 to, const A* k, i64 row, double* pooled) {
+        Group<A, tile_vectors> g{};
+        g.b = b;
+        for (i64 t = i; t < smaller_of(i + L, p_.T); ++t) g.add(p_, h, t);
+        g.close();
+        const i64 low = larger_of(from, g.first), high = smaller_of(to, g.last);
+        if (low >= high || apart(p_, g, low, high - low)) return;
+        pack_queries(p_, g, q_);
+        scores(k + (low - from) * row, row, high - low, q_, p_.D, static_cast<A>(p_.scale), s_);
+        apply_options(p_, g, low, high - low, s_);
+        weigh(g, p_, static_cast<const A*>(sums_.lse), s_, high - low);
+        for (int v = 0; v < tile_vectors; ++v) {
+            // Lanes that stand for no query must not be counted.
+            A used[W];
+            for (int n = 0; n < W; ++n) used[n] = v * W + n < g.count;
+            const Vec<A> count = load(used);
+            Vec<A> mass{};
+            for (i64 j = 0; j < high - low; ++j) {
+                A* const sum = run_ + (low - from + j) * L + v * W;
+                const Vec<A> w = count == 0 ? Vec<A>{} : load(s_ + j * L + v * W);
+                store<A>(sum, load(sum) + w);
+                mass += w;
+            }
+            if (!pooled) continue;
+            for (int n = 0; n < W && v * W + n < g.count; ++n) {
+                pooled[part_of(i + v * W + n, p_.T, sums_.R) * sums_.C] += static_cast<double>(mass[n]);
+            }
+        }
+    }
+
+    const Problem& p_;
+    const Sums& sums_;
+    A *q_, *s_, *run_, *copies_;
+    double* total_;
+};
+
+template <class A>
+bool column_sums(const Problem& p, const Sums& sums, int threads) {
+    // With pooled mass a task is a whole column of blocks, so that no two tasks add to the same number.
+    const i64 parts = sums.pooled ? sums.C : (p.S + key_block - 1) / key_block;
+    Scratch wide(sums.pooled ? p.B * p.H * sums.R * sums.C * 8 : 0);
+    if (!wide) return false;
+    double* const pooled = sums.pooled ? wide.take<double>(p.B * p.H * sums.R * sums.C) : nullptr;
+    for (i64 i = 0; pooled && i < p.B * p.H * sums.R * sums.C; ++i) pooled[i] = 0;
+    const bool good = each(p.B * p.H * parts, threads, [&](i64 task) {
+        Scratch scratch(Column<A>::bytes(p));
+        if (!scratch) return false;
+        Column<A> column(p, sums, scratch);
+        const i64 c = task % parts, bh = task / parts;
+        const auto edge = [&](i64 at) {
+            return pooled ? static_cast<i64>(static_cast<__int128>(p.S) * at / parts) : smaller_of(at * key_block, p.S);
+        };
+        for (i64 j = edge(c); j < edge(c + 1); j += key_block) {
+            column.run(bh / p.H, bh % p.H, j, smaller_of(j + key_block, edge(c + 1)),
+                       pooled ? pooled + bh * sums.R * sums.C + c : nullptr);
+        }
+        return true;
+    });
+    for (i64 i = 0; pooled && i < p.B * p.H * sums.R * sums.C; ++i) {
+        static_cast<A*>(sums.pooled)[i] = static_cast<A>(pooled[i]);
+    }
+    return good;
+}
+
+template <class A>
+bool weight_rows(const Problem& p, const Rows& rows, int threads) {
+    constexpr int L = lanes<A>;
+    const i64 groups = (rows.N + L - 1) / L;
+    return each(p.B * rows.M * groups, threads, [&](i64 task) {
+        Scratch scratch(padded(p.D * L * sizeof(A)) + padded(key_block * L * sizeof(A)) +
+                        padded(key_block * p.D * sizeof(A)));
+        if (!scratch) return false;
+        A* const q = scratch.take<A>(p.D * L);
+        A* const s = scratch.take<A>(key_block * L);
+        A* const copies = Rows_of<A>::in_place(p, p.k, p.D) ? nullptr : scratch.take<A>(key_block * p.D);
+        const i64 from = task % groups * L, m = task / groups % rows.M, b = task / groups / rows.M, h = rows.heads[m];
+        const Rows_of<A> keys(p, p.k, b, h / (p.H / p.G), p.D, copies);
+        Group<A, tile_vectors> g{};
+        g.b = b;
+        for (i64 n = from; n < smaller_of(from + L, rows.N); ++n) g.add(p, h, rows.queries[n]);
+        g.close();
+        pack_queries(p, g, q);
+        for (i64 j = g.first; j < g.last; j += key_block) {
+            const i64 n = smaller_of(key_block, g.last - j);
+            if (apart(p, g, j, n)) continue;
+            i64 row;
+            const A* const k = keys.rows(j, j + n, row);
+            scores(k, row, n, q, p.D, static_cast<A>(p.scale), s);
+            apply_options(p, g, j, n, s);
+            weigh(g, p, static_cast<const A*>(rows.lse), s, n);
+            for (int lane = 0; lane < g.count; ++lane) {
+                A* const out = static_cast<A*>(rows.weights) + ((b * rows.M + m) * rows.N + from + lane) * p.S + j;
+                for (i64 i = 0; i < n; ++i) out[i] = s[i * L + lane];
+            }
+        }
+        return true;
+    });
+}
+
+}  // namespace
+
+bool sums(const Problem& p, const Sums& s, int threads) {
+    if (p.B * p.H == 0 || (p.S == 0 && !s.pooled)) return true;
+    return p.type == Type::float64 ? column_sums<double>(p, s, threads) : column_sums<float>(p, s, threads);
+}
+
+bool rows(const Problem& p, const Rows& r, int threads) {
+    if (p.B * r.M * r.N == 0) return true;
+    return p.type == Type::float64 ? weight_rows<double>(p, r, threads) : weight_rows<float>(p, r, threads);
+}
+
+}  // namespace regardant::REGARDANT_ISA
