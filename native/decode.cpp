@@ -168,9 +168,9 @@ bool chunk(const Problem& p, const Results& r, const Parts<A>& parts, i64 task) 
     const i64 begin = (parts.first_chunk + c) * chunk_keys;
     const i64 D = (p.D + W - 1) / W * W, E = (p.E + W - 1) / W * W, item = sizeof(A);
     const bool copy_k = !Source<In>::in_place(p.k, p.D), copy_v = !Source<In>::in_place(p.v, p.E);
-    Scratch scratch(padded(W * D * item) + padded(W * E * item) + padded(tile_keys * W * item) +
-                    padded(copy_k * tile_keys * D * item) + padded(copy_v * tile_keys * E * item) +
-                    padded(W * r.top * item) + padded(W * r.top * 8));
+    Scratch scratch(workspace(padded(W * D * item) + padded(W * E * item) + padded(tile_keys * W * item) +
+                              padded(copy_k * tile_keys * D * item) + padded(copy_v * tile_keys * E * item) +
+                              padded(W * r.top * item) + padded(W * r.top * 8)));
     if (!scratch) return false;
     A* const q = scratch.take<A>(W * D);
     A* const o = scratch.take<A>(W * E);
@@ -302,9 +302,10 @@ bool decode_as(const Problem& p, const Results& r, int threads) {
         parts.chunks = (last - 1) / chunk_keys - parts.first_chunk + 1;
     }
     const i64 rows = p.B * p.H * p.T, count = rows * parts.chunks, item = sizeof(A), top = watching ? r.top : 0;
-    Scratch scratch(padded(count * sizeof(Partial<A>)) + padded(count * p.E * item) + padded(count * top * item) +
-                    padded(count * top * 8) + padded(p.E * item) + padded(top * item) + padded(top * 8));
-    if (!scratch) return false;
+    const Memory memory(padded(count * sizeof(Partial<A>)) + padded(count * p.E * item) + padded(count * top * item) +
+                        padded(count * top * 8) + padded(p.E * item) + padded(top * item) + padded(top * 8));
+    if (!memory.data) return false;
+    Scratch scratch(memory.data);
     parts.partial = scratch.take<Partial<A>>(count);
     parts.numerators = scratch.take<A>(count * p.E);
     parts.top_scores = scratch.take<A>(count * top);

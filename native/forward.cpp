@@ -18,11 +18,19 @@ constexpr int lanes = tile_vectors * Simd<A>::W;
 
 template <class A>
 bool finite(const A* rows, i64 pitch, i64 count, i64 width) {
-    A sum = 0;
+    constexpr int W = Simd<A>::W;
+    Vec<A> sums[2] = {};                     // of zeros, or of NaN
+    A rest = 0;
     for (i64 r = 0; r < count; ++r) {
-        for (i64 c = 0; c < width; ++c) sum += rows[r * pitch + c] * 0;
+        const A* const row = rows + r * pitch;
+        i64 c = 0;
+        for (; c + 2 * W <= width; c += 2 * W) {
+            sums[0] += load(row + c) * 0;
+            sums[1] += load(row + c + W) * 0;
+        }
+        for (; c < width; ++c) rest += row[c] * 0;
     }
-    return sum == 0;
+    return sum<A>(sums[0] + sums[1]) + rest == 0;
 }
 
 // The mixing for a tile in which something is hidden and some value is not finite: a hidden value must not be
@@ -207,7 +215,7 @@ bool forward(const Problem& p, const Results& r, int threads) {
     const i64 blocks = (p.T + query_block - 1) / query_block;
     // The last queries see the most keys: begun first, they do not leave one thread working alone at the end.
     return each(p.B * p.H * blocks, threads, [&](i64 task) {
-        Scratch scratch(Block<A, watching>::bytes(p, r));
+        Scratch scratch(workspace(Block<A, watching>::bytes(p, r)));
         if (!scratch) return false;
         Block<A, watching> block(p, r, scratch);
         const i64 from = (blocks - 1 - task / (p.B * p.H)) * query_block, bh = task % (p.B * p.H);

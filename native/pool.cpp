@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdlib>
 #include <mutex>
 #include <new>
 #include <system_error>
@@ -92,7 +93,24 @@ Pool* pool = new (storage) Pool;
 const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new (storage) Pool; });
 #endif
 
+struct Workspace {
+    void* data = nullptr;
+    std::int64_t bytes = 0;
+    ~Workspace() { std::free(data); }
+};
+thread_local Workspace mine;
+
 }  // namespace
+
+void* workspace(std::int64_t bytes) {
+    if (bytes > mine.bytes) {
+        std::free(mine.data);
+        mine.bytes = (bytes + 4095) / 4096 * 4096;
+        mine.data = std::aligned_alloc(64, static_cast<std::size_t>(mine.bytes));
+        if (!mine.data) mine.bytes = 0;
+    }
+    return mine.data;
+}
 
 bool parallel(std::int64_t tasks, int threads, bool (*work)(void*, std::int64_t), void* context) {
     Job job{tasks, work, context, static_cast<int>(std::min<std::int64_t>(threads, tasks)) - 1};

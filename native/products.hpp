@@ -23,6 +23,7 @@ inline void score_keys(const A* k, i64 row, const A* q, i64 D, A scale, A* s) {
     using V = Vec<A>;
     constexpr int N = tile_vectors, W = Simd<A>::W, L = N * W;
     V tile[M][N] = {};
+#pragma GCC unroll 4
     for (i64 d = 0; d < D; ++d) {
         V right[N];
 #pragma GCC unroll 4
@@ -52,6 +53,7 @@ inline void mix_columns(const A* p, i64 keys, const A* v_data, i64 row, const Ve
 #pragma GCC unroll 4
         for (int v = 0; v < N; ++v) tile[m][v] = load(o + m * L + v * W) * fade[v];
     }
+#pragma GCC unroll 4
     for (i64 j = 0; j < keys; ++j) {
         V right[N];
 #pragma GCC unroll 4

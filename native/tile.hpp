@@ -23,29 +23,38 @@ inline i64 larger_of(i64 a, i64 b) { return a > b ? a : b; }
 
 constexpr float infinity = __builtin_inff();
 
-// Memory for one task's work, in cache lines; asking for too much leaves `data` null.
+// Hands out parts of a piece of memory, each on a cache line. Parts of equal size do not begin at equal places in
+// their pages: loads would wait for stores that only look like the same address.
 class Scratch {
   public:
-    explicit Scratch(i64 bytes) : data_(static_cast<char*>(std::aligned_alloc(64, (bytes + 127) / 64 * 64))) {}
-    ~Scratch() { std::free(data_); }
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
+    explicit Scratch(void* data) : data_(static_cast<char*>(data)) {}
 
     explicit operator bool() const { return data_ != nullptr; }
 
     template <class T>
     T* take(i64 count) {
-        T* const here = reinterpret_cast<T*>(data_ + used_);
-        used_ += (count * static_cast<i64>(sizeof(T)) + 63) / 64 * 64;
+        T* const here = reinterpret_cast<T*>(data_);
+        data_ += padded(count * static_cast<i64>(sizeof(T)));
         return here;
     }
 
+    static constexpr i64 padded(i64 bytes) { return (bytes + 63) / 64 * 64 + 64; }
+
   private:
     char* data_;
-    i64 used_ = 0;
 };
 
-inline i64 padded(i64 bytes) { return (bytes + 63) / 64 * 64; }
+// Memory of one call, freed at its end; null if there is not so much.
+struct Memory {
+    explicit Memory(i64 bytes) : data(std::aligned_alloc(64, (bytes + 63) / 64 * 64)) {}
+    ~Memory() { std::free(data); }
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+
+    void* const data;
+};
+
+inline i64 padded(i64 bytes) { return Scratch::padded(bytes); }
 
 template <class F>
 bool each(i64 tasks, int threads, const F& work) {
@@ -261,14 +270,17 @@ template <class A, int N>
 inline void largest(const A* s, i64 n, Vec<A> (&most)[N]) {
     constexpr int W = Simd<A>::W, L = N * W;
     Vec<A> other[N];
+#pragma GCC unroll 4
     for (int v = 0; v < N; ++v) most[v] = other[v] = all<A>(-infinity);
     i64 i = 0;
     for (; i + 2 <= n; i += 2) {
+#pragma GCC unroll 4
         for (int v = 0; v < N; ++v) {
             most[v] = larger(load(s + i * L + v * W), most[v]);
             other[v] = larger(load(s + (i + 1) * L + v * W), other[v]);
         }
     }
+#pragma GCC unroll 4
     for (int v = 0; v < N; ++v) {
         if (i < n) most[v] = larger(load(s + i * L + v * W), most[v]);
         most[v] = larger(other[v], most[v]);
@@ -282,6 +294,7 @@ inline void absorb(Group<A, N>& g, A* s, i64 n, const Vec<A> (&most)[N], Vec<A> 
     using V = Vec<A>;
     constexpr int W = Simd<A>::W, L = N * W;
     V base[N], sums[2][N] = {}, weighted[2][N] = {};
+#pragma GCC unroll 4
     for (int v = 0; v < N; ++v) {
         const V m = larger(most[v], g.m[v]);
         base[v] = m == -infinity ? V{} : m;              // nothing seen yet: e^(−∞−0) = 0
@@ -294,6 +307,7 @@ inline void absorb(Group<A, N>& g, A* s, i64 n, const Vec<A> (&most)[N], Vec<A> 
         g.m[v] = m;
     }
     const auto take = [&](i64 i, int half) {
+#pragma GCC unroll 4
         for (int v = 0; v < N; ++v) {
             A* const at = s + i * L + v * W;
             const V d = load(at) - base[v];
@@ -311,6 +325,7 @@ inline void absorb(Group<A, N>& g, A* s, i64 n, const Vec<A> (&most)[N], Vec<A> 
         take(i + 1, 1);
     }
     if (i < n) take(i, 0);
+#pragma GCC unroll 4
     for (int v = 0; v < N; ++v) {
         g.l[v] += sums[0][v] + sums[1][v];
         if constexpr (watching) g.u[v] += weighted[0][v] + weighted[1][v];

@@ -115,12 +115,12 @@ template <class A>
 bool column_sums(const Problem& p, const Sums& sums, int threads) {
     // With pooled mass a task is a whole column of blocks, so that no two tasks add to the same number.
     const i64 parts = sums.pooled ? sums.C : (p.S + key_block - 1) / key_block;
-    Scratch wide(sums.pooled ? p.B * p.H * sums.R * sums.C * 8 : 0);
-    if (!wide) return false;
-    double* const pooled = sums.pooled ? wide.take<double>(p.B * p.H * sums.R * sums.C) : nullptr;
+    const Memory wide(sums.pooled ? p.B * p.H * sums.R * sums.C * 8 : 1);
+    if (!wide.data) return false;
+    double* const pooled = sums.pooled ? static_cast<double*>(wide.data) : nullptr;
     for (i64 i = 0; pooled && i < p.B * p.H * sums.R * sums.C; ++i) pooled[i] = 0;
     const bool good = each(p.B * p.H * parts, threads, [&](i64 task) {
-        Scratch scratch(Column<A>::bytes(p));
+        Scratch scratch(workspace(Column<A>::bytes(p)));
         if (!scratch) return false;
         Column<A> column(p, sums, scratch);
         const i64 c = task % parts, bh = task / parts;
@@ -144,8 +144,8 @@ bool weight_rows(const Problem& p, const Rows& rows, int threads) {
     constexpr int L = lanes<A>;
     const i64 groups = (rows.N + L - 1) / L;
     return each(p.B * rows.M * groups, threads, [&](i64 task) {
-        Scratch scratch(padded(p.D * L * sizeof(A)) + padded(key_block * L * sizeof(A)) +
-                        padded(key_block * p.D * sizeof(A)));
+        Scratch scratch(workspace(padded(p.D * L * sizeof(A)) + padded(key_block * L * sizeof(A)) +
+                                  padded(key_block * p.D * sizeof(A))));
         if (!scratch) return false;
         A* const q = scratch.take<A>(p.D * L);
         A* const s = scratch.take<A>(key_block * L);
