@@ -126,7 +126,8 @@ NB_MODULE(_native, m) {
           "top_weights"_a.none() = nb::none(), "top"_a = 0);
     m.def("sums", &sums, "problem"_a, "threads"_a, "lse"_a, "received"_a.none(), "pooled"_a.none(), "R"_a, "C"_a);
     m.def("rows", &rows, "problem"_a, "threads"_a, "lse"_a, "heads"_a, "queries"_a, "weights"_a);
-    m.def("instruction_sets", &regardant::instruction_sets);
+    m.def("built", &regardant::built);
+    m.def("present", &regardant::present);
     m.def("instruction_set", &regardant::instruction_set);
     m.def("choose", &regardant::choose, "name"_a);
 }

@@ -170,14 +170,15 @@ bool chunk(const Problem& p, const Results& r, const Parts<A>& parts, i64 task) 
     const bool copy_k = !Source<In>::in_place(p.k, p.D), copy_v = !Source<In>::in_place(p.v, p.E);
     Scratch scratch(workspace(padded(W * D * item) + padded(W * E * item) + padded(tile_keys * W * item) +
                               padded(copy_k * tile_keys * D * item) + padded(copy_v * tile_keys * E * item) +
-                              padded(W * r.top * item) + padded(W * r.top * 8)));
+                              padded(W * Tops<A>::pitch(r.top) * item) + padded(W * Tops<A>::pitch(r.top) * 8)));
     if (!scratch) return false;
     A* const q = scratch.take<A>(W * D);
     A* const o = scratch.take<A>(W * E);
     A* const s = scratch.take<A>(tile_keys * W);
     A* const k_copy = scratch.take<A>(copy_k * tile_keys * D);
     A* const v_copy = scratch.take<A>(copy_v * tile_keys * E);
-    Tops<A> tops{r.watching ? r.top : 0, scratch.take<A>(W * r.top), scratch.take<i64>(W * r.top)};
+    const i64 kept = W * Tops<A>::pitch(r.top);
+    Tops<A> tops{watching ? r.top : 0, scratch.take<A>(kept), scratch.take<i64>(kept)};
     const Source<In> keys(p.k, b, g), values(p.v, b, g);
     for (i64 i = 0; i < tile_keys * W; ++i) s[i] = 0;
 
@@ -237,8 +238,9 @@ bool chunk(const Problem& p, const Results& r, const Parts<A>& parts, i64 task) 
             parts.partial[at] = {group.m[0][lane], group.l[0][lane], group.u[0][lane]};
             std::memcpy(parts.numerators + at * p.E, o + lane * E, p.E * sizeof(A));
             if (tops.top) {
-                std::memcpy(parts.top_scores + at * r.top, tops.scores + lane * r.top, r.top * sizeof(A));
-                std::memcpy(parts.top_keys + at * r.top, tops.keys + lane * r.top, r.top * sizeof(i64));
+                const i64 first = lane * tops.pitch(r.top);
+                std::memcpy(parts.top_scores + at * r.top, tops.scores + first, r.top * sizeof(A));
+                std::memcpy(parts.top_keys + at * r.top, tops.keys + first, r.top * sizeof(i64));
             }
         }
     }
@@ -263,9 +265,8 @@ void merge(const Problem& p, const Results& r, const Parts<A>& parts, i64 row, A
         for (i64 e = 0; e < p.E; ++e) o[e] += fade * n[e];
         for (i64 t = 0; t < tops.top; ++t) {
             const i64 at = (row * parts.chunks + c) * r.top + t;
-            if (Tops<A>::lighter(tops.scores[0], tops.keys[0], parts.top_scores[at], parts.top_keys[at]) &&
-                parts.top_keys[at] >= 0) {
-                tops.replace(0, parts.top_scores[at], parts.top_keys[at]);
+            if (parts.top_keys[at] >= 0 && parts.top_scores[at] > tops.least(0)) {
+                tops.insert(0, parts.top_scores[at], parts.top_keys[at]);
             }
         }
     }
@@ -278,7 +279,6 @@ void merge(const Problem& p, const Results& r, const Parts<A>& parts, i64 row, A
     const i64 at = (b * p.H + h) * p.T + i;
     narrow_row<A>(p.type, o, p.E, static_cast<char*>(r.out) + at * p.E * size_of(p.type));
     if (tops.top) {
-        tops.sort(0);
         write_top(p, r, b, h, i, tops.scores, tops.keys);
     }
     // A sum that passed the largest number, or a value that another row sees and this one does not.
@@ -303,7 +303,8 @@ bool decode_as(const Problem& p, const Results& r, int threads) {
     }
     const i64 rows = p.B * p.H * p.T, count = rows * parts.chunks, item = sizeof(A), top = watching ? r.top : 0;
     const Memory memory(padded(count * sizeof(Partial<A>)) + padded(count * p.E * item) + padded(count * top * item) +
-                        padded(count * top * 8) + padded(p.E * item) + padded(top * item) + padded(top * 8));
+                        padded(count * top * 8) + padded(p.E * item) + padded(Tops<A>::pitch(top) * item) +
+                        padded(Tops<A>::pitch(top) * 8));
     if (!memory.data) return false;
     Scratch scratch(memory.data);
     parts.partial = scratch.take<Partial<A>>(count);
@@ -311,7 +312,7 @@ bool decode_as(const Problem& p, const Results& r, int threads) {
     parts.top_scores = scratch.take<A>(count * top);
     parts.top_keys = scratch.take<i64>(count * top);
     A* const o = scratch.take<A>(p.E);
-    Tops<A> tops{top, scratch.take<A>(top), scratch.take<i64>(top)};
+    Tops<A> tops{top, scratch.take<A>(Tops<A>::pitch(top)), scratch.take<i64>(Tops<A>::pitch(top))};
     if (!each(p.B * p.G * parts.chunks, threads,
               [&](i64 task) { return chunk<A, In, watching>(p, r, parts, task); })) {
         return false;

@@ -21,17 +21,17 @@ namespace {
 
 struct Set {
     const char* name;
-    bool present;
+    bool here;
     Kernels kernels;
 };
 
 // In order of preference, the best last.
-const std::vector<Set>& present() {
+const std::vector<Set>& all_sets() {
     static const std::vector<Set> sets = [] {
 #if defined(__x86_64__)
         __builtin_cpu_init();
 #endif
-        const Set built[] = {
+        return std::vector<Set>{
 #if defined(REGARDANT_SCALAR)
             {"scalar", true, {scalar::attend, scalar::sums, scalar::rows}},
 #endif
@@ -50,22 +50,26 @@ const std::vector<Set>& present() {
              {avx512::attend, avx512::sums, avx512::rows}},
 #endif
         };
-        std::vector<Set> here;
-        for (const Set& set : built) {
-            if (set.present) here.push_back(set);
-        }
-        return here;
     }();
     return sets;
 }
 
 const Set& named(const std::string& name, const std::string& asked) {
-    std::string names;
-    for (const Set& set : present()) {
+    std::string known;
+    for (const Set& set : all_sets()) {
+        if (!set.here) continue;
         if (set.name == name) return set;
-        names += (names.empty() ? "" : ", ") + std::string(set.name);
+        known += (known.empty() ? "" : ", ") + std::string(set.name);
     }
-    throw std::runtime_error(asked + " must be one of this machine's instruction sets, " + names + "; got '" + name + "'");
+    throw std::invalid_argument(asked + " must be one of this machine's instruction sets, " + known + "; got '" + name + "'");
+}
+
+std::vector<std::string> names(bool only_here) {
+    std::vector<std::string> found;
+    for (const Set& set : all_sets()) {
+        if (set.here || !only_here) found.emplace_back(set.name);
+    }
+    return found;
 }
 
 std::atomic<const Set*> chosen{nullptr};
@@ -74,7 +78,7 @@ const Set& current() {
     const Set* set = chosen.load();
     if (!set) {
         const char* asked = std::getenv("REGARDANT_ISA");
-        set = asked && *asked ? &named(asked, "REGARDANT_ISA") : &present().back();
+        set = asked && *asked ? &named(asked, "REGARDANT_ISA") : &named(present().back(), "");
         chosen.store(set);
     }
     return *set;
@@ -82,11 +86,8 @@ const Set& current() {
 
 }  // namespace
 
-std::vector<std::string> instruction_sets() {
-    std::vector<std::string> names;
-    for (const Set& set : present()) names.emplace_back(set.name);
-    return names;
-}
+std::vector<std::string> built() { return names(false); }
+std::vector<std::string> present() { return names(true); }
 
 const Kernels& kernels() { return current().kernels; }
 std::string instruction_set() { return current().name; }

@@ -8,14 +8,15 @@
 
 namespace regardant {
 
-// The names of the instruction sets that were compiled and that this machine has, best last.
-std::vector<std::string> instruction_sets();
+// The names of the instruction sets that were compiled, best last; and of those that this machine has.
+std::vector<std::string> built();
+std::vector<std::string> present();
 
-// The kernels in use, and their name. Throws std::runtime_error if REGARDANT_ISA names none of the above.
+// The kernels in use, and their name. Throws std::invalid_argument if REGARDANT_ISA names none of the above.
 const Kernels& kernels();
 std::string instruction_set();
 
-// Use another from now on, in the whole process; throws std::runtime_error as above.
+// Use another from now on, in the whole process; throws std::invalid_argument as above.
 void choose(const std::string& name);
 
 }  // namespace regardant

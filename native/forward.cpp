@@ -10,6 +10,8 @@ namespace {
 
 constexpr i64 query_block = 128;
 
+static_assert(tile_rows * 32 <= deepest);
+
 // Keys whose scores for a group stay in the first cache, in whole register tiles.
 constexpr i64 key_block = tile_rows * (tile_rows > 6 ? 14 : 32);
 
@@ -53,48 +55,50 @@ void mix_visible(const Problem& p, const Group<A, tile_vectors>& g, const A* s, 
     }
 }
 
-// Divides by the denominators and writes the rows of a group; where looking, their statistics.
+// Writes the rows of a group, each numerator times the inverse of its denominator; `bad` becomes NaN where a row's
+// are not all finite, else 0.
 template <class A>
-void finish(const Problem& p, const Results& r, Group<A, tile_vectors>& g, Tops<A>& tops, A* o, bool& overflowed) {
+void write_rows(const Problem& p, const Results& r, const Group<A, tile_vectors>& g, const A* o, const A* inverse,
+                A* bad) {
     constexpr int W = Simd<A>::W, L = lanes<A>;
-    A total[L], inverse[L] = {};
-    for (int lane = 0; lane < g.count; ++lane) {
-        const int v = lane / W, i = lane % W;
-        total[lane] = Row<A>{g.m[v][i], g.l[v][i], g.u[v][i]}.write(p, r, g.b, g.head[lane], g.query[lane]);
-        inverse[lane] = total[lane] == 0 ? 0 : 1 / total[lane];
-        if (r.watching && r.top) {
-            tops.sort(lane);
-            write_top(p, r, g.b, g.head[lane], g.query[lane], tops.scores + lane * r.top, tops.keys + lane * r.top);
-        }
-    }
-    A rows[W][64];
+    constexpr i64 at_once = 64;
     const i64 item = size_of(p.type);
+    const bool as_it_lies = item == sizeof(A);
     for (int first = 0; first < g.count; first += W) {
         const Vec<A> by = load(inverse + first);
+        Vec<A> zeros{};
         const int count = static_cast<int>(smaller_of(W, g.count - first));
-        for (i64 from = 0; from < p.E; from += 64) {
-            const i64 width = smaller_of(64, p.E - from);
-            Vec<A> square[W], bad = {};
-            for (i64 e = 0; e < width; e += W) {
-                for (int i = 0; i < W; ++i) {
-                    square[i] = e + i < width ? load(o + (from + e + i) * L + first) * by : Vec<A>{};
-                    bad += square[i] * 0;
-                }
-                transpose<A>(square);
-                for (int i = 0; i < W; ++i) store<A>(rows[i] + e, square[i]);
-            }
-            overflowed |= sum<A>(bad) != 0;
+        for (i64 from = 0; from < p.E; from += at_once) {
+            const i64 width = smaller_of(at_once, p.E - from);
+            A copies[W][at_once];
+            const bool whole = as_it_lies && width % W == 0;
+            A* rows[W];
+            char* to[W];
             for (int i = 0; i < count; ++i) {
                 const i64 row = (g.b * p.H + g.head[first + i]) * p.T + g.query[first + i];
-                narrow_row<A>(p.type, rows[i], width, static_cast<char*>(r.out) + (row * p.E + from) * item);
+                to[i] = static_cast<char*>(r.out) + (row * p.E + from) * item;
+                rows[i] = whole ? reinterpret_cast<A*>(to[i]) : copies[i];
             }
+            for (i64 e = 0; e < width; e += W) {
+                Vec<A> square[W];
+#pragma GCC unroll 16
+                for (int i = 0; i < W; ++i) {
+                    square[i] = load(o + (from + (whole ? e + i : smaller_of(e + i, width - 1))) * L + first) * by;
+                    zeros += square[i] * 0;
+                }
+                transpose<A>(square);
+                for (int i = 0; i < count; ++i) store<A>(rows[i] + e, square[i]);
+            }
+            for (int i = 0; i < count && !whole; ++i) narrow_row<A>(p.type, copies[i], width, to[i]);
         }
+        store<A>(bad + first, zeros);
     }
 }
 
 // Rows whose output is no number although their values and their weights are.
 template <class A>
-void mend_overflow(const Problem& p, const Results& r, const Group<A, tile_vectors>& g, const Rows_of<A>& values) {
+void mend_overflow(const Problem& p, const Results& r, const Group<A, tile_vectors>& g, const Rows_of<A>& values,
+                   const A* bad) {
     for (i64 j = g.first; j < g.last; j += key_block) {
         i64 pitch;
         const i64 end = smaller_of(g.last, j + key_block);
@@ -104,7 +108,29 @@ void mend_overflow(const Problem& p, const Results& r, const Group<A, tile_vecto
     for (int lane = 0; lane < g.count; ++lane) {
         const A m = g.m[lane / g.W][lane % g.W], l = g.l[lane / g.W][lane % g.W];
         const A total = l + (p.sinks ? exp_of(static_cast<A>(p.sinks[g.head[lane]]) - m) : 0);
-        if (l == l && m * 0 == 0) write_row_exactly(p, r, g.b, g.head[lane], g.query[lane], m, total);
+        if (bad[lane] != 0 && l == l && m * 0 == 0) write_row_exactly(p, r, g.b, g.head[lane], g.query[lane], m, total);
+    }
+}
+
+// Divides by the denominators and writes the rows of a group; where looking, their statistics.
+template <class A>
+void finish(const Problem& p, const Results& r, Group<A, tile_vectors>& g, Tops<A>& tops, const A* o,
+            const Rows_of<A>& values) {
+    constexpr int W = Simd<A>::W, L = lanes<A>;
+    A inverse[L] = {};
+    for (int lane = 0; lane < g.count; ++lane) {
+        const int v = lane / W, i = lane % W;
+        const A total = Row<A>{g.m[v][i], g.l[v][i], g.u[v][i]}.write(p, r, g.b, g.head[lane], g.query[lane]);
+        inverse[lane] = total == 0 ? 0 : 1 / total;
+        if (r.watching && r.top) {
+            const i64 at = lane * tops.pitch(r.top);
+            write_top(p, r, g.b, g.head[lane], g.query[lane], tops.scores + at, tops.keys + at);
+        }
+    }
+    A bad[L];
+    write_rows(p, r, g, o, inverse, bad);
+    for (int lane = 0; lane < g.count; ++lane) {
+        if (bad[lane] != 0) return mend_overflow(p, r, g, values, bad);
     }
 }
 
@@ -116,7 +142,7 @@ class Block {
 
     static i64 bytes(const Problem& p, const Results& r) {
         const i64 per_group = padded(p.D * L * sizeof(A)) + padded(p.E * L * sizeof(A)) + padded(sizeof(Group<A, tile_vectors>)) +
-                              (watching ? padded(L * r.top * sizeof(A)) + padded(L * r.top * 8) : 0);
+                              (watching ? padded(L * Tops<A>::pitch(r.top) * sizeof(A)) + padded(L * Tops<A>::pitch(r.top) * 8) : 0);
         return most_groups * per_group + padded(key_block * L * sizeof(A)) + padded(key_block * p.D * sizeof(A)) +
                padded(key_block * p.E * sizeof(A));
     }
@@ -129,7 +155,8 @@ class Block {
             q_[i] = scratch.take<A>(p.D * L);
             o_[i] = scratch.take<A>(p.E * L);
             if constexpr (watching) {
-                tops_[i] = Tops<A>{r.top, scratch.take<A>(L * r.top), scratch.take<i64>(L * r.top)};
+                const i64 count = L * Tops<A>::pitch(r.top);
+                tops_[i] = Tops<A>{r.top, scratch.take<A>(count), scratch.take<i64>(count)};
             }
         }
     }
@@ -154,9 +181,7 @@ class Block {
             }
         }
         for (int i = 0; i < groups_; ++i) {
-            bool overflowed = false;
-            finish(p_, r_, group_[i], tops_[i], o_[i], overflowed);
-            if (overflowed) mend_overflow(p_, r_, group_[i], values);
+            finish(p_, r_, group_[i], tops_[i], o_[i], values);
         }
     }
 

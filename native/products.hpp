@@ -107,27 +107,36 @@ inline void mix(const A* p, i64 keys, const A* v, i64 row, i64 E, const Vec<A> (
     tiles(E, [&]<int M>(i64 first) { mix_columns<A, M>(p, keys, v + first, row, fade, o + first * L); });
 }
 
-// The queries of a group as (D, L), so that a vector holds one coordinate of W rows.
+// The queries of a group as (D, L), so that a vector holds one coordinate of W rows; empty lanes are 0.
 template <class A>
 inline void pack_queries(const Problem& p, const Group<A, tile_vectors>& g, A* q) {
     constexpr int W = Simd<A>::W, L = tile_vectors * W;
+    constexpr i64 at_once = 64;
     const i64* strides = p.q.strides;
+    const bool as_it_lies = p.type == (sizeof(A) == 8 ? Type::float64 : Type::float32) && strides[3] == 1;
     for (int first = 0; first < L; first += W) {
-        A rows[W][W];
-        for (i64 d = 0; d < p.D; d += W) {
-            const i64 width = smaller_of(W, p.D - d);
-            Vec<A> square[W];
+        A copies[W][at_once] = {};
+        for (i64 from = 0; from < p.D; from += at_once) {
+            const i64 width = smaller_of(at_once, p.D - from);
+            const A* rows[W];
             for (int i = 0; i < W; ++i) {
-                if (first + i >= g.count) {
-                    square[i] = Vec<A>{};
-                    continue;
-                }
+                rows[i] = copies[i];
+                if (first + i >= g.count) continue;
                 const i64 at = g.b * strides[0] + g.head[first + i] * strides[1] + g.query[first + i] * strides[2];
-                widen_rows<A>(p.type, p.q.data + (at + d * strides[3]) * size_of(p.type), 0, strides[3], 1, width, rows[i], W);
-                square[i] = load(rows[i]);
+                const char* data = p.q.data + (at + from * strides[3]) * size_of(p.type);
+                if (as_it_lies && width % W == 0) {
+                    rows[i] = reinterpret_cast<const A*>(data);
+                } else {
+                    widen_rows<A>(p.type, data, 0, strides[3], 1, width, copies[i], at_once);
+                }
             }
-            transpose<A>(square);
-            for (i64 i = 0; i < width; ++i) store<A>(q + (d + i) * L + first, square[i]);
+            for (i64 d = 0; d < width; d += W) {
+                Vec<A> square[W];
+#pragma GCC unroll 16
+                for (int i = 0; i < W; ++i) square[i] = load(rows[i] + d);
+                transpose<A>(square);
+                for (i64 i = 0; i < smaller_of(W, width - d); ++i) store<A>(q + (from + d + i) * L + first, square[i]);
+            }
         }
     }
 }

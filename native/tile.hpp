@@ -332,71 +332,117 @@ inline void absorb(Group<A, N>& g, A* s, i64 n, const Vec<A> (&most)[N], Vec<A> 
     }
 }
 
-// The `top` heaviest keys of each lane so far: for each a heap whose root is the first to go.
+// The `top` heaviest keys of each lane so far, heaviest first; among equals the earlier key.
 template <class A>
 struct Tops {
+    static constexpr i64 few = 8;
+
     i64 top = 0;
-    A* scores = nullptr;                     // (lanes, top)
+    A* scores = nullptr;                     // (lanes, pitch(top)); what lies behind the first `top` means nothing
     i64* keys = nullptr;
 
-    static bool lighter(A s, i64 j, A t, i64 k) { return s < t || (s == t && j > k); }
+    static i64 pitch(i64 top) { return larger_of(top, few) + few + 1; }
+
+    A* of(int lane) const { return scores + lane * pitch(top); }
+    A least(int lane) const { return of(lane)[top - 1]; }
 
     void clear(int lanes) {
-        for (i64 i = 0; i < lanes * top; ++i) {
+        for (i64 i = 0; i < lanes * pitch(top); ++i) {
             scores[i] = -infinity;
             keys[i] = -1;
         }
     }
 
-    // Put a heavier key in place of the root.
-    void replace(int lane, A score, i64 key) { sink(scores + lane * top, keys + lane * top, top, score, key); }
-
-    static void sink(A* s, i64* k, i64 size, A score, i64 key) {
+    // Keys come in rising order. One that is too light lands behind the first `top`, so nothing need be asked.
+    void insert(int lane, A score, i64 key) {
+        A* const s = of(lane);
+        i64* const k = keys + lane * pitch(top);
         i64 at = 0;
-        for (;;) {
-            i64 child = 2 * at + 1;
-            if (child >= size) break;
-            if (child + 1 < size && lighter(s[child + 1], k[child + 1], s[child], k[child])) ++child;
-            if (!lighter(s[child], k[child], score, key)) break;
-            s[at] = s[child];
-            k[at] = k[child];
-            at = child;
+        if (top <= few) {
+            constexpr int W = Simd<A>::W;
+            unsigned heavier = 0;            // one bit for each of the first few
+            for (int i = 0; i < few; i += W) heavier |= bits(load(s + i) >= score) << i;
+            at = __builtin_popcount(heavier & ((1u << few) - 1));
+            A moved[few];
+            i64 moved_keys[few];
+            std::memcpy(moved, s + at, sizeof moved);
+            std::memcpy(moved_keys, k + at, sizeof moved_keys);
+            std::memcpy(s + at + 1, moved, sizeof moved);
+            std::memcpy(k + at + 1, moved_keys, sizeof moved_keys);
+        } else {
+            i64 end = top;
+            while (at < end) {
+                const i64 middle = (at + end) / 2;
+                if (s[middle] >= score) at = middle + 1;
+                else end = middle;
+            }
+            std::memmove(s + at + 1, s + at, static_cast<std::size_t>(top - at) * sizeof(A));
+            std::memmove(k + at + 1, k + at, static_cast<std::size_t>(top - at) * sizeof(i64));
         }
         s[at] = score;
         k[at] = key;
     }
-
-    // Heaviest first; among equals the earlier key. What is left is no heap any more.
-    void sort(int lane) {
-        A* s = scores + lane * top;
-        i64* k = keys + lane * top;
-        for (i64 size = top - 1; size > 0; --size) {
-            const A score = s[size];
-            const i64 key = k[size];
-            s[size] = s[0];
-            k[size] = k[0];
-            sink(s, k, size, score, key);
-        }
-    }
 };
+
+inline float just_below(float x) { return __builtin_nextafterf(x, -infinity); }
+inline double just_below(double x) { return __builtin_nextafter(x, -static_cast<double>(infinity)); }
+
+// What a score of this tile must exceed to be among the heaviest of vector v's rows. A row that has seen few keys
+// could be entered by any; but if the tile is cut into `top` parts, the least of their maxima is already too light.
+template <class A, int N>
+inline Vec<A> bar(const Group<A, N>& g, const Tops<A>& tops, const A* s, i64 n, int v) {
+    constexpr int W = Simd<A>::W, L = N * W;
+    A least[W];
+    bool fresh = false;
+    for (int i = 0; i < W; ++i) {
+        const int lane = v * W + i;
+        least[i] = lane < g.count ? tops.least(lane) : infinity;
+        fresh |= least[i] == -infinity;
+    }
+    if (!fresh || n < 4 * tops.top) return load(least);
+    Vec<A> bound = all<A>(infinity);
+    for (i64 part = 0; part < tops.top; ++part) {
+        Vec<A> most = all<A>(-infinity);
+        for (i64 i = n * part / tops.top; i < n * (part + 1) / tops.top; ++i) most = larger(load(s + i * L + v * W), most);
+        bound = most < bound ? most : bound;
+    }
+    for (int i = 0; i < W; ++i) {
+        const A under = just_below(bound[i]);
+        least[i] = least[i] > under ? least[i] : under;
+    }
+    return load(least);
+}
+
+// Tiles are at most this many keys deep.
+constexpr i64 deepest = 512;
 
 template <class A, int N>
 inline void keep_top(const Group<A, N>& g, Tops<A>& tops, const A* s, i64 j, i64 n, const Vec<A> (&most)[N]) {
     constexpr int W = Simd<A>::W, L = N * W;
+    Vec<A> least[N];
+    unsigned any = 0;
     for (int v = 0; v < N; ++v) {
-        A least[W];
-        for (int i = 0; i < W; ++i) {
-            const int lane = v * W + i;
-            least[i] = lane < g.count ? tops.scores[lane * tops.top] : infinity;
-        }
-        if (!bits(most[v] > load(least))) continue;
-        for (i64 i = 0; i < n; ++i) {
-            const A* const row = s + i * L + v * W;
-            for (unsigned set = bits(load(row) > load(least)); set; set &= set - 1) {
-                const int lane = __builtin_ctz(set);
-                tops.replace(v * W + lane, row[lane], j + i);
-                least[lane] = tops.scores[(v * W + lane) * tops.top];
-            }
+        least[v] = bar(g, tops, s, n, v);
+        any |= bits(most[v] > least[v]);
+    }
+    if (!any) return;
+    // First where, then what: a branch for every score would be guessed wrong too often.
+    std::uint32_t sets[deepest];
+    std::uint16_t rows[deepest];
+    int hits = 0;
+    for (i64 i = 0; i < n; ++i) {
+        std::uint32_t set = 0;
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) set |= bits(load(s + i * L + v * W) > least[v]) << (v * W);
+        rows[hits] = static_cast<std::uint16_t>(i);
+        sets[hits] = set;
+        hits += set != 0;
+    }
+    for (int hit = 0; hit < hits; ++hit) {
+        const i64 i = rows[hit];
+        for (std::uint32_t set = sets[hit]; set; set &= set - 1) {
+            const int lane = __builtin_ctz(set);
+            tops.insert(lane, s[i * L + lane], j + i);
         }
     }
 }
@@ -441,7 +487,7 @@ struct Row {
     }
 };
 
-// Writes the heaviest keys of a row whose lse is already written; `scores` and `keys` are sorted.
+// Writes the heaviest keys of a row whose lse is already written; `scores` and `keys` are its heaviest.
 template <class A>
 inline void write_top(const Problem& p, const Results& r, i64 b, i64 h, i64 i, const A* scores, const i64* keys) {
     const i64 at = (b * p.H + h) * p.T + i;

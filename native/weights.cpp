@@ -6,7 +6,7 @@
 namespace regardant::REGARDANT_ISA {
 namespace {
 
-constexpr i64 key_block = 128;
+constexpr i64 key_block = 256;
 constexpr i64 groups_at_once = 16;   // so many are summed in A before they are added in double
 
 template <class A>

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 import regardant as rg
 from op import (
     IMPLS,
+    NATIVE,
     OPTION_NAMES,
+    TILED,
     TYPES,
     attention_errors_within_budget,
     checked,
@@ -50,24 +52,26 @@ def test_every_option_within_the_error_budget(impl, dtype, name):
     attention_errors_within_budget(out, lse, q, k, v, **options)
 
 
+@pytest.mark.parametrize("impl", TILED)
 @pytest.mark.parametrize("S", EDGES)
-@pytest.mark.parametrize("T", [1, 33, 127, 128, 129, 257])
-def test_sizes_around_each_tile_edge(T, S):
+@pytest.mark.parametrize("T", [1, 8, 9, 33, 127, 128, 129, 257])
+def test_sizes_around_each_tile_edge(impl, T, S):
     q, k, v = tensors(T * 1000 + S, 1, 2, 1, T, S, 5, 3)
-    out, lse = rg.attention(q, k, v, impl="blocked", return_lse=True)
+    out, lse = rg.attention(q, k, v, impl=impl, return_lse=True)
     attention_errors_within_budget(out, lse, q, k, v)
 
 
+@pytest.mark.parametrize("impl", TILED)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     B=st.integers(1, 3), G=st.integers(1, 3), R=st.integers(1, 3), T=st.integers(1, 150), S=st.integers(1, 300),
     D=st.sampled_from([1, 3, 7, 56, 64, 80]), E=st.sampled_from([1, 2, 64, 65]), seed=st.integers(0, 10**6),
     dtype=st.sampled_from(TYPES), name=st.sampled_from(OPTION_NAMES),
 )  # fmt: skip
-def test_drawn_shapes_and_options_within_the_error_budget(B, G, R, T, S, D, E, seed, dtype, name):
+def test_drawn_shapes_and_options_within_the_error_budget(impl, B, G, R, T, S, D, E, seed, dtype, name):
     q, k, v = tensors(seed, B, G * R, G, T, S, D, E, dtype)
     options = option_sets(seed, B, G * R, T, S)[name]
-    out, lse = rg.attention(q, k, v, impl="blocked", return_lse=True, **options)
+    out, lse = rg.attention(q, k, v, impl=impl, return_lse=True, **options)
     attention_errors_within_budget(out, lse, q, k, v, **options)
 
 
@@ -188,17 +192,19 @@ def test_extreme_scores_within_the_error_budget(impl, options):
     attention_errors_within_budget(out, lse, q, k, v, **options)
 
 
+@pytest.mark.parametrize("impl", TILED)
+@pytest.mark.parametrize("T", [3, 90])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float64])
-def test_a_sum_of_huge_values_does_not_overflow_where_their_mean_does_not(dtype):
+def test_a_sum_of_huge_values_does_not_overflow_where_their_mean_does_not(impl, T, dtype):
     huge = float(ml_dtypes.finfo(dtype).max) * 0.9
-    q, k, v = tensors(33, 1, 2, 1, 90, 90, 4, 3, dtype)
+    q, k, v = tensors(33, 1, 2, 1, T, 90, 4, 3, dtype)
     v = np.full_like(v, huge)
     v[..., 1] = 1.0
-    look = rg.look(q, k, v, impl="blocked")
+    look = rg.look(q, k, v, impl=impl)
     rounding = 8 * float(ml_dtypes.finfo(dtype).eps)
     np.testing.assert_allclose(look.out.astype(np.float64)[..., [0, 2]], float(v[0, 0, 0, 0]), rtol=rounding)
     np.testing.assert_allclose(look.out.astype(np.float64)[..., 1], 1, rtol=rounding)
-    np.testing.assert_array_equal(look.out, rg.attention(q, k, v, impl="blocked"))
+    np.testing.assert_array_equal(look.out, rg.attention(q, k, v, impl=impl))
 
 
 # 4. Nothing ignored, nothing replaced, no hidden matrix.
@@ -207,9 +213,9 @@ def test_a_sum_of_huge_values_does_not_overflow_where_their_mean_does_not(dtype)
 def test_an_unknown_implementation_is_refused():
     q, k, v = tensors(12)
     with pytest.raises(
-        ValueError, match="attention: impl must be 'auto', 'reference', 'blocked'; got 'native'"
+        ValueError, match="attention: impl must be 'auto', 'reference', 'blocked', 'native'.*; got 'quick'"
     ):
-        rg.attention(q, k, v, impl="native")
+        rg.attention(q, k, v, impl="quick")
     with pytest.raises(ValueError, match="look: impl must be"):
         rg.look(q, k, v, impl="Blocked")
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from regardant.cache import KVCache
     from regardant.lm.language_model import LanguageModel
     from regardant.looks import Look
+    from regardant.native import capabilities
     from regardant.ops import attention, look
     from regardant.reference import causal_attention, multi_head_attention
     from regardant.threads import set_num_threads
@@ -23,6 +24,7 @@ __all__ = [
     "KVCache",
     "Look",
     "attention",
+    "capabilities",
     "causal_attention",
     "load",
     "look",
@@ -34,6 +36,7 @@ _HOMES = {
     "KVCache": "cache",
     "Look": "looks",
     "attention": "ops",
+    "capabilities": "native",
     "causal_attention": "reference",
     "look": "ops",
     "multi_head_attention": "reference",

@@ -8,7 +8,7 @@ Shape legend: B batch, H query heads, T queries, S keys, E value width; M heads 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,31 @@ TYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}  # as `Type` i
 
 # Multiplications below which waking another thread takes longer than it saves.
 SMALL = 2**21
+
+
+class Capabilities(NamedTuple):
+    """What the compiled kernels can use and do use.
+
+    Attributes:
+        instruction_set: the one in use. `present`: those this machine has, the best last.
+        built: all that this installation was compiled for. `threads`: how many a large call is spread over.
+    """
+
+    instruction_set: str
+    present: tuple[str, ...]
+    built: tuple[str, ...]
+    threads: int
+
+
+def capabilities() -> Capabilities:
+    """Which instruction set the kernels use, which are there, and how many threads.
+
+    Raises:
+        ValueError: REGARDANT_ISA names an instruction set that is not there, or OMP_NUM_THREADS is no number.
+    """
+    return Capabilities(
+        _native.instruction_set(), tuple(_native.present()), tuple(_native.built()), num_threads()
+    )
 
 
 def attend(problem: Problem, watch: Watch | None = None) -> dict[str, Array]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, overload
 
-from regardant import blocked, reference
+from regardant import blocked, native, reference
 from regardant import problem as problems
 from regardant.looks import Look
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from regardant.problem import Array
 
 # Each offers attend(problem, watch) and rows(problem, lse, queries, heads), and none imports another.
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "blocked": blocked}
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "reference": reference,
+    "blocked": blocked,
+    "native": native,
+}
 
 
 def implementation(op: str, impl: str) -> ModuleType:
@@ -29,7 +33,7 @@ def implementation(op: str, impl: str) -> ModuleType:
         ValueError: an unknown name.
     """
     if impl == "auto":
-        return blocked
+        return native
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: impl must be 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}; got {impl!r}")
     return IMPLEMENTATIONS[impl]
@@ -123,7 +127,7 @@ def attention(
         sinks: (H,) logits that join the denominator only, so that a row's weights sum to less than 1 (GPT-OSS);
             −∞ for none.
         scale: factor on the dot products. Default 1/√D.
-        impl: "auto", "reference" (float64, T·S memory) or "blocked" (NumPy, no T·S memory).
+        impl: "native" (compiled), "blocked" (NumPy), "reference" (float64, T·S memory), or "auto", the fastest.
         return_lse: also return lse.
 
     Returns:
