@@ -118,7 +118,7 @@ NB_MODULE(_native, m) {
             new (self) Held(hold(q, k, v, type, causal, offset, window, starts, lengths, q_segments, k_segments, mask,
                                  bias, bias_type, alibi, sinks, softcap, scale));
         },
-        "q"_a, "k"_a, "v"_a, "type"_a, "causal"_a, "offset"_a, "window"_a, "starts"_a, "lengths"_a,
+        "q"_a, "k"_a, "v"_a, "element"_a, "causal"_a, "offset"_a, "window"_a, "starts"_a, "lengths"_a,
         "q_segments"_a.none(), "k_segments"_a.none(), "mask"_a.none(), "bias"_a.none(), "bias_type"_a,
         "alibi"_a.none(), "sinks"_a.none(), "softcap"_a, "scale"_a);
     m.def("attend", &attend, "problem"_a, "threads"_a, "out"_a, "lse"_a, "max_logit"_a.none() = nb::none(),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import regardant as rg
 from op import (
     IMPLS,
-    NATIVE,
     OPTION_NAMES,
     TILED,
     TYPES,
@@ -213,7 +212,7 @@ def test_a_sum_of_huge_values_does_not_overflow_where_their_mean_does_not(impl, 
 def test_an_unknown_implementation_is_refused():
     q, k, v = tensors(12)
     with pytest.raises(
-        ValueError, match="attention: impl must be 'auto', 'reference', 'blocked', 'native'.*; got 'quick'"
+        ValueError, match=r"attention: impl must be 'auto', 'reference', 'blocked', 'native'.*; got 'quick'"
     ):
         rg.attention(q, k, v, impl="quick")
     with pytest.raises(ValueError, match="look: impl must be"):

@@ -1,4 +1,4 @@
-"""The compiled kernels, as bindings/module.cpp gives them; `regardant.native` is the one caller."""
+# The compiled kernels, as bindings/module.cpp gives them; regardant.native is the one caller.
 
 from typing import Any
 
@@ -8,7 +8,7 @@ class Problem:
         q: Any,
         k: Any,
         v: Any,
-        type: int,
+        element: int,
         causal: bool,
         offset: int,
         window: int,
