@@ -107,6 +107,18 @@ void rows(const Held& held, int threads, Out lse, Integers heads, Integers queri
     check(kernels.rows(held.problem, rows, threads));
 }
 
+double multiply_adds(i64 rounds, int threads) {
+    const regardant::Kernels& kernels = regardant::kernels();
+    nb::gil_scoped_release released;
+    return kernels.multiply_adds(rounds, threads);
+}
+
+void read_all(const nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>& array, int threads) {
+    const regardant::Kernels& kernels = regardant::kernels();
+    nb::gil_scoped_release released;
+    kernels.read_all(static_cast<const char*>(array.data()), static_cast<i64>(array.nbytes()), threads);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -126,6 +138,8 @@ NB_MODULE(_native, m) {
           "top_weights"_a.none() = nb::none(), "top"_a = 0);
     m.def("sums", &sums, "problem"_a, "threads"_a, "lse"_a, "received"_a.none(), "pooled"_a.none(), "R"_a, "C"_a);
     m.def("rows", &rows, "problem"_a, "threads"_a, "lse"_a, "heads"_a, "queries"_a, "weights"_a);
+    m.def("multiply_adds", &multiply_adds, "rounds"_a, "threads"_a);
+    m.def("read_all", &read_all, "data"_a, "threads"_a);
     m.def("built", &regardant::built);
     m.def("present", &regardant::present);
     m.def("instruction_set", &regardant::instruction_set);

@@ -11,11 +11,15 @@ namespace regardant {
     bool attend(const Problem&, const Results&, int threads);  \
     bool sums(const Problem&, const Sums&, int threads);       \
     bool rows(const Problem&, const Rows&, int threads);       \
+    double multiply_adds(i64 rounds, int threads);             \
+    bool read_all(const char*, i64 bytes, int threads);        \
     }
 REGARDANT_DECLARE(scalar)
 REGARDANT_DECLARE(avx2)
 REGARDANT_DECLARE(avx512)
 REGARDANT_DECLARE(neon)
+
+#define REGARDANT_KERNELS(isa) {isa::attend, isa::sums, isa::rows, isa::multiply_adds, isa::read_all}
 
 namespace {
 
@@ -33,21 +37,21 @@ const std::vector<Set>& all_sets() {
 #endif
         return std::vector<Set>{
 #if defined(REGARDANT_SCALAR)
-            {"scalar", true, {scalar::attend, scalar::sums, scalar::rows}},
+            {"scalar", true, REGARDANT_KERNELS(scalar)},
 #endif
 #if defined(REGARDANT_NEON)
-            {"neon", true, {neon::attend, neon::sums, neon::rows}},
+            {"neon", true, REGARDANT_KERNELS(neon)},
 #endif
 #if defined(REGARDANT_AVX2)
             {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"),
-             {avx2::attend, avx2::sums, avx2::rows}},
+             REGARDANT_KERNELS(avx2)},
 #endif
 #if defined(REGARDANT_AVX512)
             {"avx512",
              __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                  __builtin_cpu_supports("avx512cd"),
-             {avx512::attend, avx512::sums, avx512::rows}},
+             REGARDANT_KERNELS(avx512)},
 #endif
         };
     }();

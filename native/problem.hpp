@@ -70,11 +70,13 @@ struct Rows {
     void* weights;              // (B, M, N, S), zero where nothing is written
 };
 
-// One instruction set's kernels. Each returns whether it had the memory to work in.
+// One instruction set's kernels. The first three return whether they had the memory to work in.
 struct Kernels {
     bool (*attend)(const Problem&, const Results&, int threads);
     bool (*sums)(const Problem&, const Sums&, int threads);
     bool (*rows)(const Problem&, const Rows&, int threads);
+    double (*multiply_adds)(i64 rounds, int threads);
+    bool (*read_all)(const char* data, i64 bytes, int threads);
 };
 
 }  // namespace regardant
