@@ -11,32 +11,65 @@ namespace regardant::REGARDANT_ISA {
 namespace {
 
 constexpr i64 chunk_keys = 512;  // of one task
-constexpr i64 tile_keys = 64;    // whose rows of K and V stay in the second cache
+constexpr i64 tile_keys = 32;    // whose rows of K and V stay in the second cache
 
 template <class A>
 constexpr int lanes = Simd<A>::W;
 
-// The sums of 2 · half vectors, each by itself; with half = W / 2 one to a lane.
-template <class A, int half = Simd<A>::W / 2>
+// The sums of W vectors, one to a lane: at each level two vectors give up half their lanes and become one. The
+// halves are chosen so that most shuffles stay within 128 bits, and so that the lanes end in order.
+template <class A>
 inline Vec<A> sums_of(Vec<A>* x) {
-    if constexpr (half == 0) {
-        return x[0];
-    } else {
+    constexpr int W = Simd<A>::W;
+    if constexpr (sizeof(A) == 8) {
+        Vec<A> sums;
+        for (int i = 0; i < W; ++i) sums[i] = sum<A>(x[i]);
+        return sums;
+    } else if constexpr (W == 16) {
 #pragma GCC unroll 8
-        for (int i = 0; i < half; ++i) {
-            Vec<A> low, high;
-            zip<A>(x[i], x[i + half], low, high);
-            x[i] = low + high;
+        for (int i = 0; i < 8; ++i) {
+            x[i] = __builtin_shufflevector(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                   __builtin_shufflevector(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
         }
-        return sums_of<A, half / 2>(x);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            x[i] = __builtin_shufflevector(x[i], x[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+                   __builtin_shufflevector(x[i], x[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 4; i += 2) {
+            x[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                   __builtin_shufflevector(x[i], x[i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        }
+        return __builtin_shufflevector(x[0], x[2], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+               __builtin_shufflevector(x[0], x[2], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+    } else if constexpr (W == 8) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            x[i] = __builtin_shufflevector(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) +
+                   __builtin_shufflevector(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 4; i += 2) {
+            x[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+                   __builtin_shufflevector(x[i], x[i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+        return __builtin_shufflevector(x[0], x[2], 0, 2, 8, 10, 4, 6, 12, 14) +
+               __builtin_shufflevector(x[0], x[2], 1, 3, 9, 11, 5, 7, 13, 15);
+    } else {
+#pragma GCC unroll 2
+        for (int i = 0; i < 4; i += 2) {
+            x[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 1, 4, 5) + __builtin_shufflevector(x[i], x[i + 1], 2, 3, 6, 7);
+        }
+        return __builtin_shufflevector(x[0], x[2], 0, 2, 4, 6) + __builtin_shufflevector(x[0], x[2], 1, 3, 5, 7);
     }
 }
 
 // s[key · W + row] = scale · k[key] · q[row] for J keys and R rows; width is a multiple of W.
 template <class A, class In, int R, int J>
 inline void dot(const In* k, i64 k_row, const A* q, i64 width, A scale, A* s) {
-    constexpr int W = Simd<A>::W;
-    static_assert(R * J <= W);
+    constexpr int W = Simd<A>::W, pitch = W / J;  // R, or one more where R does not divide W
+    static_assert(R <= pitch);
     Vec<A> x[W] = {};
     for (i64 d = 0; d < width; d += W) {
         Vec<A> key[J];
@@ -46,20 +79,24 @@ inline void dot(const In* k, i64 k_row, const A* q, i64 width, A scale, A* s) {
         for (int r = 0; r < R; ++r) {
             const Vec<A> row = load(q + r * width + d);
 #pragma GCC unroll 8
-            for (int j = 0; j < J; ++j) x[j * R + r] += row * key[j];
+            for (int j = 0; j < J; ++j) x[j * pitch + r] += row * key[j];
         }
     }
-    const Vec<A> all_of_them = sums_of<A>(x) * scale;
+    A lanes[W];
+    store<A>(lanes, sums_of<A>(x) * scale);
 #pragma GCC unroll 8
-    for (int j = 0; j < J; ++j) {
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) s[j * W + r] = all_of_them[j * R + r];
-    }
+    for (int j = 0; j < J; ++j) std::memcpy(s + j * W, lanes + j * pitch, (J == 1 ? R : pitch) * sizeof(A));
 }
+
+// Memory to call for while something else is computed: one cache line of each of several rows.
+struct Ahead {
+    const char* line;
+    i64 row;
+};
 
 // o[row] += Σ_j p[j · W + row] · v[j] for R rows and C vectors of columns.
 template <class A, class In, int R, int C>
-inline void mix_rows(const A* p, i64 keys, const In* v, i64 v_row, A* o, i64 width) {
+inline void mix_rows(const A* p, i64 keys, const In* v, i64 v_row, A* o, i64 width, Ahead ahead) {
     constexpr int W = Simd<A>::W;
     Vec<A> sum[R][C];
 #pragma GCC unroll 4
@@ -68,6 +105,7 @@ inline void mix_rows(const A* p, i64 keys, const In* v, i64 v_row, A* o, i64 wid
         for (int c = 0; c < C; ++c) sum[r][c] = load(o + r * width + c * W);
     }
     for (i64 j = 0; j < keys; ++j) {
+        __builtin_prefetch(ahead.line + j * ahead.row, 0, 2);
         Vec<A> value[C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) value[c] = load_wide(v + j * v_row + c * W);
@@ -87,13 +125,13 @@ inline void mix_rows(const A* p, i64 keys, const In* v, i64 v_row, A* o, i64 wid
 
 template <class In>
 inline void fetch(const In* row, i64 width) {
-    for (i64 d = 0; d < width; d += 64 / static_cast<i64>(sizeof(In))) __builtin_prefetch(row + d);
+    for (i64 d = 0; d < width; d += 64 / static_cast<i64>(sizeof(In))) __builtin_prefetch(row + d, 0, 2);
 }
 
 template <class A, class In, int R>
 inline void score_rows(const In* k, i64 k_row, i64 keys, const A* q, i64 width, A scale, A* s, const In* v, i64 v_row,
                        i64 v_width) {
-    constexpr int W = Simd<A>::W, J = W / R ? W / R : 1;
+    constexpr int W = Simd<A>::W, J = R == 3 ? W / 4 : W / R;
     i64 j = 0;
     for (; j + J <= keys; j += J) {
         // The values come next, by columns: their rows are called for now, one after another.
@@ -103,12 +141,16 @@ inline void score_rows(const In* k, i64 k_row, i64 keys, const A* q, i64 width, 
     for (; j < keys; ++j) dot<A, In, R, 1>(k + j * k_row, k_row, q, width, scale, s + j * W);
 }
 
+// The keys come next again: while values are mixed by columns, `lines` cache lines of each of their rows are called.
 template <class A, class In, int R>
-inline void mix_all(const A* p, i64 keys, const In* v, i64 v_row, A* o, i64 width) {
+inline void mix_all(const A* p, i64 keys, const In* v, i64 v_row, A* o, i64 width, Ahead next, i64 lines) {
     constexpr int W = Simd<A>::W, C = R <= 2 ? 4 : 2;
+    const Ahead nothing{reinterpret_cast<const char*>(p), 0};
     i64 e = 0;
-    for (; e + C * W <= width; e += C * W) mix_rows<A, In, R, C>(p, keys, v + e, v_row, o + e, width);
-    for (; e < width; e += W) mix_rows<A, In, R, 1>(p, keys, v + e, v_row, o + e, width);
+    for (; e + C * W <= width; e += C * W, --lines, next.line += 64) {
+        mix_rows<A, In, R, C>(p, keys, v + e, v_row, o + e, width, lines > 0 ? next : nothing);
+    }
+    for (; e < width; e += W) mix_rows<A, In, R, 1>(p, keys, v + e, v_row, o + e, width, nothing);
 }
 
 // Call f<R>(first row) for the rows of a group, up to four at a time.
@@ -215,10 +257,15 @@ bool chunk(const Problem& p, const Results& r, const Parts<A>& parts, i64 task) 
                 if (tops.top) keep_top(group, tops, s, start, n, most);
                 absorb<watching>(group, s, n, most, fade);
                 for (int lane = 0; lane < group.count; ++lane) {
-                    for (i64 e = 0; e < E; ++e) o[lane * E + e] *= fade[0][lane];
+                    const A by = fade[0][lane];
+                    if (by == 1) continue;
+                    for (i64 e = 0; e < E; e += W) store<A>(o + lane * E + e, load(o + lane * E + e) * by);
                 }
-                by_rows<A>(group.count,
-                           [&]<int R>(int first) { mix_all<A, V, R>(s + first, n, v, v_row, o + first * E, E); });
+                const Ahead next{reinterpret_cast<const char*>(k + n * k_row), k_row * static_cast<i64>(sizeof(K))};
+                const i64 lines = (D * static_cast<i64>(sizeof(K)) + 63) / 64;
+                by_rows<A>(group.count, [&]<int R>(int first) {
+                    mix_all<A, V, R>(s + first, n, v, v_row, o + first * E, E, next, first ? 0 : lines);
+                });
             };
             const In* const k = keys.data + start * keys.row;
             const In* const v = values.data + start * values.row;

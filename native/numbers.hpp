@@ -63,11 +63,19 @@ inline Vec<float> load_wide(const float* from) { return load(from); }
 inline Vec<double> load_wide(const double* from) { return load(from); }
 
 inline Vec<float> load_wide(const Brain* from) {
+#if REGARDANT_BYTES == 64 && defined(__AVX512F__)
+    const __m256i shorts = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return (Vec<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(shorts), 16);
+#elif REGARDANT_BYTES == 32 && defined(__AVX2__)
+    const __m128i shorts = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return (Vec<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(shorts), 16);
+#else
     typedef std::uint16_t Shorts __attribute__((vector_size(REGARDANT_BYTES / 2)));
     typedef std::uint32_t Words __attribute__((vector_size(REGARDANT_BYTES)));
     Shorts shorts;
     std::memcpy(&shorts, from, sizeof shorts);
     return (Vec<float>)(__builtin_convertvector(shorts, Words) << 16);
+#endif
 }
 
 inline Vec<float> load_wide(const Half* from) {
