@@ -17,6 +17,7 @@ namespace regardant {
 REGARDANT_DECLARE(scalar)
 REGARDANT_DECLARE(avx2)
 REGARDANT_DECLARE(avx512)
+REGARDANT_DECLARE(avx512bf16)
 REGARDANT_DECLARE(neon)
 
 #define REGARDANT_KERNELS(isa) {isa::attend, isa::sums, isa::rows, isa::multiply_adds, isa::read_all}
@@ -28,6 +29,13 @@ struct Set {
     bool here;
     Kernels kernels;
 };
+
+#if defined(__x86_64__)
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
+}
+#endif
 
 // In order of preference, the best last.
 const std::vector<Set>& all_sets() {
@@ -47,11 +55,10 @@ const std::vector<Set>& all_sets() {
              REGARDANT_KERNELS(avx2)},
 #endif
 #if defined(REGARDANT_AVX512)
-            {"avx512",
-             __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                 __builtin_cpu_supports("avx512cd"),
-             REGARDANT_KERNELS(avx512)},
+            {"avx512", has_avx512(), REGARDANT_KERNELS(avx512)},
+#endif
+#if defined(REGARDANT_AVX512BF16)
+            {"avx512bf16", has_avx512() && __builtin_cpu_supports("avx512bf16"), REGARDANT_KERNELS(avx512bf16)},
 #endif
         };
     }();

@@ -3,6 +3,7 @@
 // Bits do not depend on how many threads there are or on which other rows are computed: blocks of keys begin at
 // multiples of `key_block` whatever the queries see, and a row stays in its own lane.
 #include "decode.hpp"
+#include "pairs.hpp"
 #include "products.hpp"
 
 namespace regardant::REGARDANT_ISA {
@@ -18,41 +19,28 @@ constexpr i64 key_block = tile_rows * (tile_rows > 6 ? 14 : 32);
 template <class A>
 constexpr int lanes = tile_vectors * Simd<A>::W;
 
-template <class A>
-bool finite(const A* rows, i64 pitch, i64 count, i64 width) {
-    constexpr int W = Simd<A>::W;
-    Vec<A> sums[2] = {};                     // of zeros, or of NaN
-    A rest = 0;
-    for (i64 r = 0; r < count; ++r) {
-        const A* const row = rows + r * pitch;
-        i64 c = 0;
-        for (; c + 2 * W <= width; c += 2 * W) {
-            sums[0] += load(row + c) * 0;
-            sums[1] += load(row + c + W) * 0;
-        }
-        for (; c < width; ++c) rest += row[c] * 0;
-    }
-    return sum<A>(sums[0] + sums[1]) + rest == 0;
-}
-
 // The mixing for a tile in which something is hidden and some value is not finite: a hidden value must not be
 // read into the sum, not even as 0 · NaN.
 template <class A>
-void mix_visible(const Problem& p, const Group<A, tile_vectors>& g, const A* s, i64 j, i64 n, const A* v, i64 pitch,
+void mix_visible(const Problem& p, const Group<A, tile_vectors>& g, const A* s, i64 j, i64 n,
                  const Vec<A> (&fade)[tile_vectors], A* o) {
     constexpr int L = lanes<A>;
-    for (int lane = 0; lane < g.count; ++lane) {
-        for (i64 e = 0; e < p.E; ++e) {
-            A sum = o[e * L + lane] * fade[lane / g.W][lane % g.W];
-            for (i64 i = 0; i < n; ++i) {
-                const A value = v[i * pitch + e];
-                if (value * 0 == 0 || visible(p, g.b, g.head[lane], g.query[lane], j + i)) {
-                    sum += s[i * L + lane] * value;
+    const i64* strides = p.v.strides;
+    const i64 head = g.b * strides[0] + g.head[0] / (p.H / p.G) * strides[1];
+    typed(p.type, p.v.data, [&](auto* values) {
+        for (int lane = 0; lane < g.count; ++lane) {
+            for (i64 e = 0; e < p.E; ++e) {
+                A sum = o[e * L + lane] * fade[lane / g.W][lane % g.W];
+                for (i64 i = 0; i < n; ++i) {
+                    const A value = static_cast<A>(widen(values[head + (j + i) * strides[2] + e * strides[3]]));
+                    if (value * 0 == 0 || visible(p, g.b, g.head[lane], g.query[lane], j + i)) {
+                        sum += s[i * L + lane] * value;
+                    }
                 }
+                o[e * L + lane] = sum;
             }
-            o[e * L + lane] = sum;
         }
-    }
+    });
 }
 
 // Writes the rows of a group, each numerator times the inverse of its denominator; `bad` becomes NaN where a row's
@@ -97,14 +85,17 @@ void write_rows(const Problem& p, const Results& r, const Group<A, tile_vectors>
 
 // Rows whose output is no number although their values and their weights are.
 template <class A>
-void mend_overflow(const Problem& p, const Results& r, const Group<A, tile_vectors>& g, const Rows_of<A>& values,
-                   const A* bad) {
-    for (i64 j = g.first; j < g.last; j += key_block) {
-        i64 pitch;
-        const i64 end = smaller_of(g.last, j + key_block);
-        const A* v = values.rows(j, end, pitch);
-        if (!finite(v, pitch, end - j, p.E)) return;
-    }
+void mend_overflow(const Problem& p, const Results& r, const Group<A, tile_vectors>& g, const A* bad) {
+    const i64* strides = p.v.strides;
+    const i64 head = g.b * strides[0] + g.head[0] / (p.H / p.G) * strides[1];
+    const bool finite = typed(p.type, p.v.data, [&](auto* values) {
+        A sum = 0;                           // of zeros, or of NaN
+        for (i64 j = g.first; j < g.last; ++j) {
+            for (i64 e = 0; e < p.E; ++e) sum += static_cast<A>(widen(values[head + j * strides[2] + e * strides[3]])) * 0;
+        }
+        return sum == 0;
+    });
+    if (!finite) return;
     for (int lane = 0; lane < g.count; ++lane) {
         const A m = g.m[lane / g.W][lane % g.W], l = g.l[lane / g.W][lane % g.W];
         const A total = l + (p.sinks ? exp_of(static_cast<A>(p.sinks[g.head[lane]]) - m) : 0);
@@ -114,8 +105,7 @@ void mend_overflow(const Problem& p, const Results& r, const Group<A, tile_vecto
 
 // Divides by the denominators and writes the rows of a group; where looking, their statistics.
 template <class A>
-void finish(const Problem& p, const Results& r, Group<A, tile_vectors>& g, Tops<A>& tops, const A* o,
-            const Rows_of<A>& values) {
+void finish(const Problem& p, const Results& r, Group<A, tile_vectors>& g, Tops<A>& tops, const A* o) {
     constexpr int W = Simd<A>::W, L = lanes<A>;
     A inverse[L] = {};
     for (int lane = 0; lane < g.count; ++lane) {
@@ -130,29 +120,30 @@ void finish(const Problem& p, const Results& r, Group<A, tile_vectors>& g, Tops<
     A bad[L];
     write_rows(p, r, g, o, inverse, bad);
     for (int lane = 0; lane < g.count; ++lane) {
-        if (bad[lane] != 0) return mend_overflow(p, r, g, values, bad);
+        if (bad[lane] != 0) return mend_overflow(p, r, g, bad);
     }
 }
 
-template <class A, bool watching>
+// A block of queries of one head, in groups, and one tile of scores that they share.
+template <class Products, bool watching>
 class Block {
   public:
+    using A = typename Products::A;
+    using Query = typename Products::Query;
     static constexpr int L = lanes<A>;
     static constexpr int most_groups = query_block / L;
 
     static i64 bytes(const Problem& p, const Results& r) {
-        const i64 per_group = padded(p.D * L * sizeof(A)) + padded(p.E * L * sizeof(A)) + padded(sizeof(Group<A, tile_vectors>)) +
-                              (watching ? padded(L * Tops<A>::pitch(r.top) * sizeof(A)) + padded(L * Tops<A>::pitch(r.top) * 8) : 0);
-        return most_groups * per_group + padded(key_block * L * sizeof(A)) + padded(key_block * p.D * sizeof(A)) +
-               padded(key_block * p.E * sizeof(A));
+        const i64 kept = watching ? L * Tops<A>::pitch(r.top) : 0;
+        const i64 per_group = padded(Products::query_numbers(p) * sizeof(Query)) + padded(p.E * L * sizeof(A)) +
+                              padded(kept * sizeof(A)) + padded(kept * 8);
+        return most_groups * per_group + padded(key_block * L * sizeof(A)) + Products::bytes(p, key_block);
     }
 
     Block(const Problem& p, const Results& r, Scratch& scratch)
-        : p_(p), r_(r), s_(scratch.take<A>(key_block * L)),
-          k_copies_(Rows_of<A>::in_place(p, p.k, p.D) ? nullptr : scratch.take<A>(key_block * p.D)),
-          v_copies_(Rows_of<A>::in_place(p, p.v, p.E) ? nullptr : scratch.take<A>(key_block * p.E)) {
+        : p_(p), r_(r), products_(p, key_block, scratch), s_(scratch.take<A>(key_block * L)) {
         for (int i = 0; i < most_groups; ++i) {
-            q_[i] = scratch.take<A>(p.D * L);
+            q_[i] = scratch.take<Query>(Products::query_numbers(p));
             o_[i] = scratch.take<A>(p.E * L);
             if constexpr (watching) {
                 const i64 count = L * Tops<A>::pitch(r.top);
@@ -163,26 +154,20 @@ class Block {
 
     // Queries [from, to) of head h of batch row b.
     void run(i64 b, i64 h, i64 from, i64 to) {
-        const i64 g = h / (p_.H / p_.G);
-        const Rows_of<A> keys(p_, p_.k, b, g, p_.D, k_copies_), values(p_, p_.v, b, g, p_.E, v_copies_);
+        products_.begin(b, h / (p_.H / p_.G));
         begin(b, h, from, to);
         for (i64 j = first_ / key_block * key_block; j < last_; j += key_block) {
             // An even number of keys in front, so that sums over even and odd keys do not depend on the window.
             const i64 start = larger_of(j, first_ - (first_ - j) % 2), end = smaller_of(j + key_block, last_);
-            i64 k_row, v_row;
-            const A* const k = keys.rows(start, end, k_row);
-            const A* const v = values.rows(start, end, v_row);
+            products_.take(start, end);
             all_finite_ = -1;
             for (int i = 0; i < groups_; ++i) {
                 const i64 low = larger_of(start, group_[i].first - (group_[i].first - j) % 2);
                 const i64 high = smaller_of(end, group_[i].last);
-                if (low >= high || apart(p_, group_[i], low, high - low)) continue;
-                take(i, low, high - low, k + (low - start) * k_row, k_row, v, start, end, v_row);
+                if (low < high && !apart(p_, group_[i], low, high - low)) take(i, low, high - low);
             }
         }
-        for (int i = 0; i < groups_; ++i) {
-            finish(p_, r_, group_[i], tops_[i], o_[i], values);
-        }
+        for (int i = 0; i < groups_; ++i) finish(p_, r_, group_[i], tops_[i], o_[i]);
     }
 
   private:
@@ -198,16 +183,16 @@ class Block {
                 first_ = first_ < last_ ? smaller_of(first_, g.first) : g.first;
                 last_ = larger_of(last_, g.last);
             }
-            pack_queries(p_, g, q_[groups_]);
+            products_.pack(g, q_[groups_]);
             for (i64 e = 0; e < p_.E * L; ++e) o_[groups_][e] = 0;
             if constexpr (watching) tops_[groups_].clear(L);
         }
     }
 
-    // One tile: keys [j, j + n) for group i; v holds the values of keys [start, end).
-    void take(int i, i64 j, i64 n, const A* k, i64 k_row, const A* v, i64 start, i64 end, i64 v_row) {
+    // One tile: keys [j, j + n) for group i.
+    void take(int i, i64 j, i64 n) {
         auto& g = group_[i];
-        scores(k, k_row, n, q_[i], p_.D, static_cast<A>(p_.scale), s_);
+        products_.score(j, n, q_[i], s_);
         const bool hides = apply_options(p_, g, j, n, s_);
         Vec<A> most[tile_vectors], fade[tile_vectors];
         largest<A, tile_vectors>(s_, n, most);
@@ -215,19 +200,22 @@ class Block {
             if (r_.top) keep_top(g, tops_[i], s_, j, n, most);
         }
         absorb<watching>(g, s_, n, most, fade);
-        if (hides && all_finite_ < 0) all_finite_ = finite(v, v_row, end - start, p_.E);
-        const A* const here = v + (j - start) * v_row;
-        if (hides && !all_finite_) {
-            mix_visible(p_, g, s_, j, n, here, v_row, fade, o_[i]);
+        // What is multiplied in pairs is read one key further if there is one, which must then count as hidden.
+        const bool careful = hides || (Products::in_pairs && n % 2);
+        if (careful && all_finite_ < 0) all_finite_ = products_.values_finite();
+        if (careful && !all_finite_) {
+            mix_visible(p_, g, s_, j, n, fade, o_[i]);
         } else {
-            mix(s_, n, here, v_row, p_.E, fade, o_[i]);
+            products_.add(j, n, s_, fade, o_[i]);
         }
     }
 
     const Problem& p_;
     const Results& r_;
-    A *s_, *k_copies_, *v_copies_;
-    A *q_[most_groups], *o_[most_groups];
+    Products products_;
+    A* s_;
+    Query* q_[most_groups];
+    A* o_[most_groups];
     Tops<A> tops_[most_groups];
     Group<A, tile_vectors> group_[most_groups];
     int groups_ = 0;
@@ -235,18 +223,23 @@ class Block {
     i64 first_ = 0, last_ = 0;
 };
 
-template <class A, bool watching>
+template <class Products, bool watching>
 bool forward(const Problem& p, const Results& r, int threads) {
     const i64 blocks = (p.T + query_block - 1) / query_block;
     // The last queries see the most keys: begun first, they do not leave one thread working alone at the end.
     return each(p.B * p.H * blocks, threads, [&](i64 task) {
-        Scratch scratch(workspace(Block<A, watching>::bytes(p, r)));
+        Scratch scratch(workspace(Block<Products, watching>::bytes(p, r)));
         if (!scratch) return false;
-        Block<A, watching> block(p, r, scratch);
+        Block<Products, watching> block(p, r, scratch);
         const i64 from = (blocks - 1 - task / (p.B * p.H)) * query_block, bh = task % (p.B * p.H);
         block.run(bh / p.H, bh % p.H, from, smaller_of(from + query_block, p.T));
         return true;
     });
+}
+
+template <class Products>
+bool forward(const Problem& p, const Results& r, int threads) {
+    return r.watching ? forward<Products, true>(p, r, threads) : forward<Products, false>(p, r, threads);
 }
 
 }  // namespace
@@ -254,10 +247,10 @@ bool forward(const Problem& p, const Results& r, int threads) {
 bool attend(const Problem& p, const Results& r, int threads) {
     if (p.B * p.H * p.T == 0) return true;
     if (p.T <= decode_queries) return decode(p, r, threads);
-    if (p.type == Type::float64) {
-        return r.watching ? forward<double, true>(p, r, threads) : forward<double, false>(p, r, threads);
-    }
-    return r.watching ? forward<float, true>(p, r, threads) : forward<float, false>(p, r, threads);
+#if defined(REGARDANT_PAIRS)
+    if (p.type == Type::bfloat16) return forward<Paired>(p, r, threads);
+#endif
+    return p.type == Type::float64 ? forward<Wide<double>>(p, r, threads) : forward<Wide<float>>(p, r, threads);
 }
 
 }  // namespace regardant::REGARDANT_ISA

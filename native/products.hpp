@@ -172,4 +172,72 @@ class Rows_of {
     A* copies_;
 };
 
+// Whether a row, times 0, is all 0: neither Inf nor NaN in any of `count` rows.
+template <class A>
+bool finite(const A* rows, i64 pitch, i64 count, i64 width) {
+    constexpr int W = Simd<A>::W;
+    Vec<A> sums[2] = {};                     // of zeros, or of NaN
+    A rest = 0;
+    for (i64 r = 0; r < count; ++r) {
+        const A* const row = rows + r * pitch;
+        i64 c = 0;
+        for (; c + 2 * W <= width; c += 2 * W) {
+            sums[0] += load(row + c) * 0;
+            sums[1] += load(row + c + W) * 0;
+        }
+        for (; c < width; ++c) rest += row[c] * 0;
+    }
+    return sum<A>(sums[0] + sums[1]) + rest == 0;
+}
+
+// Both products in A, whatever the arrays' type: the arithmetic of every instruction set. One head's keys and values
+// at a time, and of these one block.
+template <class In>
+class Wide {
+  public:
+    using A = In;
+    using Query = A;                         // what packed queries are made of
+    static constexpr bool in_pairs = false;
+
+    static i64 bytes(const Problem& p, i64 block) {
+        return padded(block * p.D * sizeof(A)) + padded(block * p.E * sizeof(A));
+    }
+    static i64 query_numbers(const Problem& p) { return p.D * tile_vectors * Simd<A>::W; }
+
+    Wide(const Problem& p, i64 block, Scratch& scratch)
+        : p_(p), k_copies_(Rows_of<A>::in_place(p, p.k, p.D) ? nullptr : scratch.take<A>(block * p.D)),
+          v_copies_(Rows_of<A>::in_place(p, p.v, p.E) ? nullptr : scratch.take<A>(block * p.E)) {}
+
+    void begin(i64 b, i64 g) {
+        b_ = b;
+        g_ = g;
+    }
+
+    void pack(const Group<A, tile_vectors>& group, Query* q) const { pack_queries(p_, group, q); }
+
+    // Keys and values [start, end) from now on.
+    void take(i64 start, i64 end) {
+        start_ = start;
+        end_ = end;
+        k_ = Rows_of<A>(p_, p_.k, b_, g_, p_.D, k_copies_).rows(start, end, k_row_);
+        v_ = Rows_of<A>(p_, p_.v, b_, g_, p_.E, v_copies_).rows(start, end, v_row_);
+    }
+
+    void score(i64 j, i64 n, const Query* q, A* s) const {
+        scores(k_ + (j - start_) * k_row_, k_row_, n, q, p_.D, static_cast<A>(p_.scale), s);
+    }
+
+    void add(i64 j, i64 n, A* s, const Vec<A> (&fade)[tile_vectors], A* o) const {
+        mix(s, n, v_ + (j - start_) * v_row_, v_row_, p_.E, fade, o);
+    }
+
+    bool values_finite() const { return finite(v_, v_row_, end_ - start_, p_.E); }
+
+  private:
+    const Problem& p_;
+    A *k_copies_, *v_copies_;
+    i64 b_ = 0, g_ = 0, start_ = 0, end_ = 0, k_row_ = 0, v_row_ = 0;
+    const A *k_ = nullptr, *v_ = nullptr;
+};
+
 }  // namespace regardant::REGARDANT_ISA

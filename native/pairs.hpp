@@ -1,0 +1,214 @@
+// The two products in pairs of bfloat16, where the machine multiplies two pairs and adds both to a float at once
+// (VDPBF16PS): twice the numbers for each instruction.
+//
+// Queries become (D/2, L) pairs of neighbouring coordinates; keys are read as they lie. Weights are rounded to
+// bfloat16 in pairs of neighbouring keys, and values are laid beside each other likewise, one block at a time; the
+// denominators are sums of the weights before rounding.
+//
+// Compiled where REGARDANT_PAIRS is set; without AVX512_BF16 itself the instruction is written out, for tests.
+#pragma once
+
+#include "products.hpp"
+
+#if defined(REGARDANT_PAIRS)
+
+namespace regardant::REGARDANT_ISA {
+
+using Pair = std::uint32_t;                  // the earlier number in the low half
+typedef Pair Pairs __attribute__((vector_size(REGARDANT_BYTES)));
+
+inline Pairs load_pairs(const Pair* from) {
+    Pairs v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inline Pairs all_pairs(Pair pair) { return pair - Pairs{}; }
+
+// sum + low(a) · low(b) + high(a) · high(b).
+inline Vec<float> add_products(Vec<float> sum, Pairs a, Pairs b) {
+#if defined(__AVX512BF16__)
+    return (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    sum += (Vec<float>)(a << 16) * (Vec<float>)(b << 16);
+    return sum + (Vec<float>)(a & 0xffff0000u) * (Vec<float>)(b & 0xffff0000u);
+#endif
+}
+
+// Two vectors of floats, not NaN, rounded to nearest and laid beside each other.
+inline Pairs round_pairs(Vec<float> low, Vec<float> high) {
+    const Pairs l = (Pairs)low, h = (Pairs)high;
+    return ((l + 0x7fffu + ((l >> 16) & 1u)) >> 16) | ((h + 0x7fffu + ((h >> 16) & 1u)) & 0xffff0000u);
+}
+
+// s[m][lane] = scale · Σ_d k[m][d] · q[d][lane] for M keys; width is half of D, and rows are counted in pairs' halves.
+template <int M>
+inline void score_pairs(const Brain* k, i64 row, const Pair* q, i64 width, float scale, float* s) {
+    constexpr int N = tile_vectors, W = Simd<float>::W, L = N * W;
+    Vec<float> tile[M][N] = {};
+#pragma GCC unroll 4
+    for (i64 d = 0; d < width; ++d) {
+        Pairs right[N];
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) right[v] = load_pairs(q + d * L + v * W);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+            Pair pair;
+            std::memcpy(&pair, k + m * row + 2 * d, sizeof pair);
+            const Pairs left = all_pairs(pair);
+#pragma GCC unroll 4
+            for (int v = 0; v < N; ++v) tile[m][v] = add_products(tile[m][v], left, right[v]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) store<float>(s + m * L + v * W, tile[m][v] * scale);
+    }
+}
+
+// o[m][lane] = fade[lane] · o[m][lane] + Σ_j v[j][m] · p[j][lane] for M columns of V, keys in pairs.
+template <int M>
+inline void mix_pairs(const Pair* p, i64 pairs, const Pair* v_data, i64 row, const Vec<float> (&fade)[tile_vectors],
+                      float* o) {
+    constexpr int N = tile_vectors, W = Simd<float>::W, L = N * W;
+    Vec<float> tile[M][N];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) tile[m][v] = load(o + m * L + v * W) * fade[v];
+    }
+#pragma GCC unroll 4
+    for (i64 j = 0; j < pairs; ++j) {
+        Pairs right[N];
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) right[v] = load_pairs(p + j * L + v * W);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+            const Pairs left = all_pairs(v_data[j * row + m]);
+#pragma GCC unroll 4
+            for (int v = 0; v < N; ++v) tile[m][v] = add_products(tile[m][v], left, right[v]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) store<float>(o + m * L + v * W, tile[m][v]);
+    }
+}
+
+// As `Wide`, for bfloat16.
+class Paired {
+  public:
+    using A = float;
+    using Query = Pair;
+    static constexpr bool in_pairs = true;
+    static constexpr int L = tile_vectors * Simd<float>::W;
+
+    static i64 bytes(const Problem& p, i64 block) {
+        const i64 pairs = (block + 1) / 2;
+        return padded(block * even(p.D) * 2) + padded(pairs * p.E * 4) + padded(pairs * L * 4) + padded(p.D * L * 4);
+    }
+    static i64 query_numbers(const Problem& p) { return even(p.D) / 2 * L; }
+
+    Paired(const Problem& p, i64 block, Scratch& scratch)
+        : p_(p), in_place_(p.k.strides[3] == 1 && p.D % 2 == 0),
+          k_copies_(scratch.take<Brain>(in_place_ ? 0 : block * even(p.D))),
+          v_pairs_(scratch.take<Pair>((block + 1) / 2 * p.E)), s_pairs_(scratch.take<Pair>((block + 1) / 2 * L)),
+          wide_(scratch.take<float>(p.D * L)) {}
+
+    void begin(i64 b, i64 g) {
+        k_start_ = reinterpret_cast<const Brain*>(p_.k.data) + b * p_.k.strides[0] + g * p_.k.strides[1];
+        v_start_ = reinterpret_cast<const Brain*>(p_.v.data) + b * p_.v.strides[0] + g * p_.v.strides[1];
+    }
+
+    void pack(const Group<float, tile_vectors>& group, Pair* q) const {
+        pack_queries(p_, group, wide_);
+        const Vec<float> zeros{};
+        for (i64 d = 0; d < p_.D; d += 2) {
+            for (int at = 0; at < L; at += Simd<float>::W) {
+                const Vec<float> low = load(wide_ + d * L + at), high = d + 1 < p_.D ? load(wide_ + (d + 1) * L + at) : zeros;
+                // The numbers were bfloat16 before: their low halves are 0.
+                const Pairs pairs = ((Pairs)low >> 16) | (Pairs)high;
+                std::memcpy(q + d / 2 * L + at, &pairs, sizeof pairs);
+            }
+        }
+    }
+
+    void take(i64 start, i64 end) {
+        start_ = start;
+        const i64 row = p_.k.strides[2], column = p_.k.strides[3];
+        k_ = k_start_ + start * row;
+        k_row_ = row;
+        if (!in_place_) {
+            k_row_ = even(p_.D);
+            for (i64 j = start; j < end; ++j) {
+                Brain* const to = k_copies_ + (j - start) * k_row_;
+                for (i64 d = 0; d < p_.D; ++d) to[d] = k_start_[j * row + d * column];
+                if (p_.D % 2) to[p_.D] = Brain{0};
+            }
+            k_ = k_copies_;
+        }
+        const i64 v_row = p_.v.strides[2], v_column = p_.v.strides[3];
+        Pair bad = 0;
+        for (i64 j = start; j < end; j += 2) {
+            const Brain* const low = v_start_ + j * v_row;
+            const Brain* const high = low + v_row;
+            const Pair second = j + 1 < end;
+            Pair* const to = v_pairs_ + (j - start) / 2 * p_.E;
+            if (v_column == 1 && second) {
+                for (i64 e = 0; e < p_.E; ++e) to[e] = low[e].bits | static_cast<Pair>(high[e].bits) << 16;
+            } else {
+                for (i64 e = 0; e < p_.E; ++e) {
+                    to[e] = low[e * v_column].bits | (second ? static_cast<Pair>(high[e * v_column].bits) << 16 : 0);
+                }
+            }
+            for (i64 e = 0; e < p_.E; ++e) {
+                bad |= static_cast<Pair>((to[e] & 0x7f80u) == 0x7f80u) | static_cast<Pair>((to[e] >> 16 & 0x7f80u) == 0x7f80u);
+            }
+        }
+        finite_ = !bad;
+    }
+
+    void score(i64 j, i64 n, const Pair* q, float* s) const {
+        const Brain* const k = k_ + (j - start_) * k_row_;
+        tiles(n, [&]<int M>(i64 first) {
+            score_pairs<M>(k + first * k_row_, k_row_, q, even(p_.D) / 2, static_cast<float>(p_.scale), s + first * L);
+        });
+    }
+
+    void add(i64 j, i64 n, const float* s, const Vec<float> (&fade)[tile_vectors], float* o) const {
+        const Vec<float> zeros{};
+        for (i64 i = 0; i < n; i += 2) {
+            for (int at = 0; at < L; at += Simd<float>::W) {
+                const Vec<float> low = load(s + i * L + at), high = i + 1 < n ? load(s + (i + 1) * L + at) : zeros;
+                // A NaN must stay one: rounding could carry it into the sign.
+                Pairs pairs = round_pairs(low, high);
+                const auto low_nan = low != low, high_nan = high != high;
+                pairs = (low_nan | high_nan) ? all_pairs(0x7fc07fc0u) : pairs;
+                std::memcpy(s_pairs_ + i / 2 * L + at, &pairs, sizeof pairs);
+            }
+        }
+        const Pair* const v = v_pairs_ + (j - start_) / 2 * p_.E;
+        tiles(p_.E, [&]<int M>(i64 first) {
+            mix_pairs<M>(s_pairs_, (n + 1) / 2, v + first, p_.E, fade, o + first * L);
+        });
+    }
+
+    bool values_finite() const { return finite_; }
+
+  private:
+    static i64 even(i64 n) { return (n + 1) / 2 * 2; }
+
+    const Problem& p_;
+    bool in_place_, finite_ = true;
+    Brain* k_copies_;
+    Pair *v_pairs_, *s_pairs_;
+    float* wide_;
+    const Brain *k_start_ = nullptr, *v_start_ = nullptr, *k_ = nullptr;
+    i64 start_ = 0, k_row_ = 0;
+};
+
+}  // namespace regardant::REGARDANT_ISA
+
+#endif
