@@ -1,4 +1,4 @@
-"""BLAS held at one thread while the package's own threads do the work.
+"""What it takes to use NumPy's BLAS well: held at one thread while the package's own threads work, and called once.
 
 Two layers of threads get into each other's way: OpenBLAS's workers keep spinning after every product, on the cores
 that the next piece of work wants. Whoever spreads work over rows holds BLAS still meanwhile; and the bits of a
@@ -12,6 +12,7 @@ import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import threadpoolctl
 
 if TYPE_CHECKING:
@@ -36,6 +37,23 @@ def one_thread() -> Iterator[None]:
             _holders.pop()
             if not _holders:
                 limiter.restore_original_limits()
+
+
+def rows_of_one(matrices: list[Any]) -> Any:
+    """The array that NumPy matrices are the successive rows of, in this order, or None.
+
+    A product with the whole is one call, and one round of BLAS's threads, instead of several.
+    """
+    whole = matrices[0].base if isinstance(matrices[0], np.ndarray) else None
+    if not isinstance(whole, np.ndarray) or whole.ndim != 2 or not whole.flags.c_contiguous:
+        return None
+    at = whole.__array_interface__["data"][0]
+    for matrix in matrices:
+        here = matrix.__array_interface__["data"][0]
+        if matrix.base is not whole or here != at or matrix.strides != whole.strides:
+            return None
+        at += matrix.nbytes
+    return whole if sum(len(matrix) for matrix in matrices) == len(whole) else None
 
 
 @functools.cache

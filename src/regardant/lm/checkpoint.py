@@ -102,15 +102,17 @@ def read_weights(
     _refuse_two_heads(folder, stored_tensors, expected)
     tensors = _named_as_expected(stored_tensors, expected)
     shared.check(str(folder), {name: tensor.shape for name, tensor in tensors.items()}, expected)
-    weights: Weights = {}
+    stored = {name: _stored(name, tensor) for name, tensor in tensors.items()}
+    weights: Weights = {
+        name: stored[name].reshape(tensor.shape)
+        for name, tensor in tensors.items()
+        if tensor.kind != "BF16" and stored[name].dtype == dtype and stored[name].flags.aligned
+    }
+    made = shared.room({n: tensor.shape for n, tensor in tensors.items() if n not in weights}, dtype)
     jobs: list[tuple[int, Callable[[], None]]] = []
-    for name, tensor in tensors.items():
-        stored = _stored(name, tensor)
-        if tensor.kind != "BF16" and stored.dtype == dtype and stored.flags.aligned:
-            weights[name] = stored.reshape(tensor.shape)
-            continue
-        weights[name] = np.empty(tensor.shape, dtype)
-        jobs += _jobs(tensor.kind, stored, weights[name].reshape(-1))
+    for name, array in made.items():
+        jobs += _jobs(tensors[name].kind, stored[name], array.reshape(-1))
+    weights |= made
     shared.run(jobs, f"converting to {dtype}", progress)
     return weights
 

@@ -382,16 +382,17 @@ def read_weights(
     }
     shared.check(str(file.path), {name: tensor.shape for name, tensor in tensors.items()}, expected)
     weights: Weights = {}
-    jobs: list[tuple[int, Callable[[], None]]] = []
+    raw = {name: _blocks(file, tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
-        raw_NY = _blocks(file, tensor)
         if tensor.kind == GGMLQuantizationType.F32 and dtype == np.float32:
-            stored = raw_NY.view("<f4")
+            stored = raw[name].view("<f4")
             if stored.flags.aligned:
                 weights[name] = stored.reshape(tensor.shape)
-                continue
-        weights[name] = np.empty(tensor.shape, dtype)
-        jobs += _jobs(file, tensor, raw_NY, weights[name].reshape(-1))
+    made = shared.room({n: tensor.shape for n, tensor in tensors.items() if n not in weights}, dtype)
+    jobs: list[tuple[int, Callable[[], None]]] = []
+    for name, array in made.items():
+        jobs += _jobs(file, tensors[name], raw[name], array.reshape(-1))
+    weights |= made
     shared.run(jobs, "dequantising", progress)
     return weights
 

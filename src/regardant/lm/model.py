@@ -24,7 +24,7 @@ import numpy as np
 from array_api_compat import array_namespace as find_namespace
 from array_api_compat import device, is_numpy_array, is_torch_array
 
-from regardant.lm.blas import one_thread
+from regardant.lm.blas import one_thread, rows_of_one
 from regardant.threads import each
 
 if TYPE_CHECKING:
@@ -194,10 +194,8 @@ def queries_keys_values(
         qkv_NO = project(h_NC, weights, names.queries.format(layer), config, bias=config.qkv_bias)
         parts = [qkv_NO[:, i * config.width : (i + 1) * config.width] for i in range(3)]
     else:
-        parts = [
-            project(h_NC, weights, name.format(layer), config, bias=config.qkv_bias)
-            for name in (names.queries, names.keys, names.values)
-        ]
+        layer_names = [name.format(layer) for name in (names.queries, names.keys, names.values)]
+        parts = project_all(h_NC, weights, layer_names, config, bias=config.qkv_bias)
     N, D = h_NC.shape[0], config.head_width
     q_NHD, k_NGD, v_NGD = (xp.reshape(part, (N, part.shape[1] // D, D)) for part in parts)
     if config.qk_norm:
@@ -211,12 +209,12 @@ def queries_keys_values(
 def feed_forward(h_NC: Array, layer: int, weights: Weights, config: Config) -> Array:
     """Transform each token by itself: down(silu(gate(h)) · up(h)), or GPT-2's down(gelu(up(h))); (N, C)."""
     names = _names(config)
-    up_NF = project(h_NC, weights, names.up.format(layer), config, bias=config.mlp_bias)
     if config.activation == "silu":  # the gated form, SwiGLU (Shazeer 2020)
-        gate_NF = project(h_NC, weights, names.gate.format(layer), config, bias=config.mlp_bias)
+        layer_names = [names.gate.format(layer), names.up.format(layer)]
+        gate_NF, up_NF = project_all(h_NC, weights, layer_names, config, bias=config.mlp_bias)
         inner_NF = silu(gate_NF) * up_NF
     else:
-        inner_NF = gelu_tanh(up_NF)
+        inner_NF = gelu_tanh(project(h_NC, weights, names.up.format(layer), config, bias=config.mlp_bias))
     return project(inner_NF, weights, names.down.format(layer), config, bias=config.mlp_bias)
 
 
@@ -225,6 +223,23 @@ def project(x_NI: Array, weights: Weights, name: str, config: Config, *, bias: b
     matrix = weights[name + ".weight"]
     y_NO = x_NI @ (matrix if config.family == "gpt2" else matrix.T)
     return y_NO + weights[name + ".bias"] if bias else y_NO
+
+
+def project_all(
+    x_NI: Array, weights: Weights, names: list[str], config: Config, *, bias: bool
+) -> list[Array]:
+    """Compute `project` by each of several weights; in one product where they are the rows of one array."""
+    matrices = [weights[name + ".weight"] for name in names]
+    whole = rows_of_one(matrices)
+    if whole is None:
+        return [project(x_NI, weights, name, config, bias=bias) for name in names]
+    y_NO = x_NI @ whole.T
+    parts, first = [], 0
+    for name, matrix in zip(names, matrices, strict=True):
+        part = y_NO[:, first : first + matrix.shape[0]]
+        parts.append(part + weights[name + ".bias"] if bias else part)
+        first += matrix.shape[0]
+    return parts
 
 
 def norm(x_NC: Array, weights: Weights, name: str, config: Config) -> Array:

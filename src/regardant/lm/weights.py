@@ -29,6 +29,12 @@ Progress: TypeAlias = Callable[[int, int, str], None]
 # Elements widened at a time: a megabyte of float32 stays in a core's second-level cache between the steps.
 CHUNK = 1 << 18
 
+# Projections of one input. As successive rows of one array they need a single product: `model.project_all`.
+_TOGETHER = (
+    ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+)
+
 # Threads beyond this only wait for memory.
 _MOST_THREADS = 8
 
@@ -70,6 +76,24 @@ def check(where: str, found: Mapping[str, Shape], expected: Mapping[str, Shape])
     sentence = "; ".join(f"{verb} {_some(names)}" for verb, names in faults if names)
     if sentence:
         raise LoadError(f"{where}: does not fit its configuration: it {sentence}")
+
+
+def room(shapes: Mapping[str, Shape], dtype: np.dtype[Any]) -> Weights:
+    """Make an array for each name, to be filled; projections of one input are successive rows of one array."""
+    arrays: Weights = {}
+    for name, shape in shapes.items():
+        if name in arrays:
+            continue
+        group = next((group for group in _TOGETHER if name.endswith(group)), ())
+        stem = next((name.removesuffix(part) for part in group if name.endswith(part)), "")
+        names = [stem + part for part in group]
+        if group and all(other in shapes for other in names):
+            edges = np.cumsum([0, *(shapes[other][0] for other in names)])
+            whole = np.empty((edges[-1], shape[1]), dtype)
+            arrays |= {other: whole[edges[i] : edges[i + 1]] for i, other in enumerate(names)}
+        else:
+            arrays[name] = np.empty(shape, dtype)
+    return arrays
 
 
 def _text(shape: Iterable[int]) -> str:
