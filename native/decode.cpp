@@ -71,6 +71,7 @@ inline void dot(const In* k, i64 k_row, const A* q, i64 width, A scale, A* s) {
     constexpr int W = Simd<A>::W, pitch = W / J;  // R, or one more where R does not divide W
     static_assert(R <= pitch);
     Vec<A> x[W] = {};
+#pragma GCC unroll 4
     for (i64 d = 0; d < width; d += W) {
         Vec<A> key[J];
 #pragma GCC unroll 8
@@ -104,6 +105,7 @@ inline void mix_rows(const A* p, i64 keys, const In* v, i64 v_row, A* o, i64 wid
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) sum[r][c] = load(o + r * width + c * W);
     }
+#pragma GCC unroll 4
     for (i64 j = 0; j < keys; ++j) {
         __builtin_prefetch(ahead.line + j * ahead.row, 0, 2);
         Vec<A> value[C];

@@ -72,12 +72,7 @@ template <int M>
 inline void mix_pairs(const Pair* p, i64 pairs, const Pair* v_data, i64 row, const Vec<float> (&fade)[tile_vectors],
                       float* o) {
     constexpr int N = tile_vectors, W = Simd<float>::W, L = N * W;
-    Vec<float> tile[M][N];
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) tile[m][v] = load(o + m * L + v * W) * fade[v];
-    }
+    Vec<float> tile[M][N] = {};
 #pragma GCC unroll 4
     for (i64 j = 0; j < pairs; ++j) {
         Pairs right[N];
@@ -93,7 +88,10 @@ inline void mix_pairs(const Pair* p, i64 pairs, const Pair* v_data, i64 row, con
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) store<float>(o + m * L + v * W, tile[m][v]);
+        for (int v = 0; v < N; ++v) {
+            float* const at = o + m * L + v * W;
+            store<float>(at, load(at) * fade[v] + tile[m][v]);
+        }
     }
 }
 

@@ -42,17 +42,13 @@ inline void score_keys(const A* k, i64 row, const A* q, i64 D, A scale, A* s) {
     }
 }
 
-// o[m][lane] = fade[lane] · o[m][lane] + Σ_j v[j][m] · p[j][lane] for M columns of V.
+// o[m][lane] = fade[lane] · o[m][lane] + Σ_j v[j][m] · p[j][lane] for M columns of V. The sum over these keys is begun
+// anew and then added: one chain of additions over all keys would lose a digit over some thousands of them.
 template <class A, int M>
 inline void mix_columns(const A* p, i64 keys, const A* v_data, i64 row, const Vec<A> (&fade)[tile_vectors], A* o) {
     using V = Vec<A>;
     constexpr int N = tile_vectors, W = Simd<A>::W, L = N * W;
-    V tile[M][N];
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) tile[m][v] = load(o + m * L + v * W) * fade[v];
-    }
+    V tile[M][N] = {};
 #pragma GCC unroll 4
     for (i64 j = 0; j < keys; ++j) {
         V right[N];
@@ -68,7 +64,10 @@ inline void mix_columns(const A* p, i64 keys, const A* v_data, i64 row, const Ve
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) store<A>(o + m * L + v * W, tile[m][v]);
+        for (int v = 0; v < N; ++v) {
+            A* const at = o + m * L + v * W;
+            store<A>(at, load(at) * fade[v] + tile[m][v]);
+        }
     }
 }
 

@@ -12,19 +12,25 @@ constexpr i64 groups_at_once = 16;   // so many are summed in A before they are 
 template <class A>
 constexpr int lanes = tile_vectors * Simd<A>::W;
 
-// A group's tile of scores [j, j + n), become weights; hidden ones and rows that see nothing are 0.
-template <class A>
-void weigh(const Group<A, tile_vectors>& g, const Problem& p, const A* lse_BHT, A* s, i64 n) {
+// Calls use(key, v, w) with the weights of a tile of scores, vector by vector; hidden ones, those of rows that see
+// nothing and those of lanes that stand for no row are 0.
+template <class A, class F>
+void weigh(const Group<A, tile_vectors>& g, const Problem& p, const A* lse_BHT, const A* s, i64 n, bool hides, const F& use) {
     constexpr int W = Simd<A>::W, L = lanes<A>;
-    A lse[L];
-    for (int lane = 0; lane < L; ++lane) lse[lane] = lse_BHT[(g.b * p.H + g.head[lane]) * p.T + g.query[lane]];
+    A base[L];
+    for (int lane = 0; lane < L; ++lane) {
+        base[lane] = lane < g.count ? lse_BHT[(g.b * p.H + g.head[lane]) * p.T + g.query[lane]] : infinity;
+        if (base[lane] == -infinity) base[lane] = 0;
+    }
     for (int v = 0; v < tile_vectors; ++v) {
-        const Vec<A> by = load(lse + v * W);
-        const Vec<A> base = by == -infinity ? Vec<A>{} : by;
-        for (i64 i = 0; i < n; ++i) {
-            A* const at = s + i * L + v * W;
-            const Vec<A> score = load(at);
-            store<A>(at, score == -infinity ? Vec<A>{} : exp_negative(score - base));
+        const Vec<A> by = load(base + v * W);
+        if (hides) {                         // e^(−∞ − NaN) would be NaN
+            for (i64 i = 0; i < n; ++i) {
+                const Vec<A> score = load(s + i * L + v * W);
+                use(i, v, score == -infinity ? Vec<A>{} : exp_negative(score - by));
+            }
+        } else {
+            for (i64 i = 0; i < n; ++i) use(i, v, exp_negative(load(s + i * L + v * W) - by));
         }
     }
 }
@@ -84,24 +90,16 @@ class Column {
         if (low >= high || apart(p_, g, low, high - low)) return;
         pack_queries(p_, g, q_);
         scores(k + (low - from) * row, row, high - low, q_, p_.D, static_cast<A>(p_.scale), s_);
-        apply_options(p_, g, low, high - low, s_);
-        weigh(g, p_, static_cast<const A*>(sums_.lse), s_, high - low);
-        for (int v = 0; v < tile_vectors; ++v) {
-            // Lanes that stand for no query must not be counted.
-            A used[W];
-            for (int n = 0; n < W; ++n) used[n] = v * W + n < g.count;
-            const Vec<A> count = load(used);
-            Vec<A> mass{};
-            for (i64 j = 0; j < high - low; ++j) {
-                A* const sum = run_ + (low - from + j) * L + v * W;
-                const Vec<A> w = count == 0 ? Vec<A>{} : load(s_ + j * L + v * W);
-                store<A>(sum, load(sum) + w);
-                mass += w;
-            }
-            if (!pooled) continue;
-            for (int n = 0; n < W && v * W + n < g.count; ++n) {
-                pooled[part_of(i + v * W + n, p_.T, sums_.R) * sums_.C] += static_cast<double>(mass[n]);
-            }
+        const bool hides = apply_options(p_, g, low, high - low, s_);
+        A* const run = run_ + (low - from) * L;
+        Vec<A> mass[tile_vectors] = {};
+        weigh(g, p_, static_cast<const A*>(sums_.lse), s_, high - low, hides, [&](i64 j, int v, Vec<A> w) {
+            A* const sum = run + j * L + v * W;
+            store<A>(sum, load(sum) + w);
+            mass[v] += w;
+        });
+        for (int lane = 0; pooled && lane < g.count; ++lane) {
+            pooled[part_of(i + lane, p_.T, sums_.R) * sums_.C] += static_cast<double>(mass[lane / W][lane % W]);
         }
     }
 
@@ -141,7 +139,7 @@ bool column_sums(const Problem& p, const Sums& sums, int threads) {
 
 template <class A>
 bool weight_rows(const Problem& p, const Rows& rows, int threads) {
-    constexpr int L = lanes<A>;
+    constexpr int W = Simd<A>::W, L = lanes<A>;
     const i64 groups = (rows.N + L - 1) / L;
     return each(p.B * rows.M * groups, threads, [&](i64 task) {
         Scratch scratch(workspace(padded(p.D * L * sizeof(A)) + padded(key_block * L * sizeof(A)) +
@@ -163,8 +161,9 @@ bool weight_rows(const Problem& p, const Rows& rows, int threads) {
             i64 row;
             const A* const k = keys.rows(j, j + n, row);
             scores(k, row, n, q, p.D, static_cast<A>(p.scale), s);
-            apply_options(p, g, j, n, s);
-            weigh(g, p, static_cast<const A*>(rows.lse), s, n);
+            const bool hides = apply_options(p, g, j, n, s);
+            weigh(g, p, static_cast<const A*>(rows.lse), s, n, hides,
+                  [&](i64 i, int v, Vec<A> w) { store<A>(s + i * L + v * W, w); });
             for (int lane = 0; lane < g.count; ++lane) {
                 A* const out = static_cast<A*>(rows.weights) + ((b * rows.M + m) * rows.N + from + lane) * p.S + j;
                 for (i64 i = 0; i < n; ++i) out[i] = s[i * L + lane];
