@@ -61,6 +61,15 @@ def test_sizes_around_each_tile_edge(impl, T, S):
 
 
 @pytest.mark.parametrize("impl", TILED)
+@pytest.mark.parametrize("T", [1, 40])
+@pytest.mark.parametrize("spread", [0.1, 2.0])
+def test_the_error_does_not_grow_with_the_number_of_keys(impl, T, spread):
+    q, k, v = tensors(40, 1, 1, 1, T, 12_000, 16, 16, spread=spread)
+    out, lse = rg.attention(q, k, v, impl=impl, return_lse=True)
+    attention_errors_within_budget(out, lse, q, k, v)
+
+
+@pytest.mark.parametrize("impl", TILED)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     B=st.integers(1, 3), G=st.integers(1, 3), R=st.integers(1, 3), T=st.integers(1, 150), S=st.integers(1, 300),
