@@ -475,7 +475,9 @@ struct Row {
   private:
     // H = −Σ a log a = Σ a·(lse − m) − Σ a·(s − m), with the sink, if there is one, as one more outcome.
     void watch(const Results& r, i64 at, bool live, A sink, A lse, A total) const {
-        A entropy = live ? ((lse - m) * l - u) / total : 0, weight = 0;
+        // lse − m = log(total); lse itself is rounded to what scores are, and an entropy may be far smaller.
+        const A above = total * 0 == 0 ? log_of(total) : lse - m;
+        A entropy = live ? (above * l - u) / total : 0, weight = 0;
         if (live && sink != -infinity) {
             const A log_weight = sink < lse ? sink - lse : (lse != lse ? lse : 0);
             weight = exp_of(log_weight);
