@@ -329,7 +329,7 @@ void merge(const Problem& p, const Results& r, const Parts<A>& parts, i64 row, A
         write_top(p, r, b, h, i, tops.scores, tops.keys);
     }
     // A sum that passed the largest number, or a value that another row sees and this one does not.
-    if (bad != 0 && all.l == all.l && all.m * 0 == 0) write_row_exactly(p, r, b, h, i, all.m, total);
+    if (bad != 0 && all.l == all.l && all.m * 0 == 0) write_row_exactly(p, r, b, h, i, all.m);
 }
 
 template <class A, class In, bool watching>
