@@ -203,20 +203,23 @@ class Block {
     void take(int i, i64 j, i64 n) {
         auto& g = group_[i];
         products_.score(j, n, q_[i], s_);
-        const bool hides = apply_options(p_, g, j, n, s_);
+        [[maybe_unused]] const bool hides = apply_options(p_, g, j, n, s_);
         Vec<A> most[tile_vectors], fade[tile_vectors];
         largest<A, tile_vectors>(s_, n, most);
         if constexpr (watching) {
             if (r_.top) keep_top(g, tops_[i], s_, j, n, most);
         }
         absorb<watching>(g, s_, n, most, fade);
-        // What is multiplied in pairs is read one key further if there is one, which must then count as hidden.
-        const bool careful = hides || (Products::in_pairs && n % 2);
-        if (careful && all_finite_ < 0) all_finite_ = products_.values_finite();
-        if (careful && !all_finite_) {
-            mix_visible(p_, g, s_, j, n, fade, o_[i]);
-        } else {
+        if constexpr (Products::in_pairs) {
             products_.add(j, n, s_, fade, o_[i]);
+            products_.add_visible(g, j, n, s_, o_[i]);
+        } else {
+            if (hides && all_finite_ < 0) all_finite_ = products_.values_finite();
+            if (hides && !all_finite_) {
+                mix_visible(p_, g, s_, j, n, fade, o_[i]);
+            } else {
+                products_.add(j, n, s_, fade, o_[i]);
+            }
         }
     }
 
