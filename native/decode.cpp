@@ -125,6 +125,33 @@ inline void mix_rows(const A* p, i64 keys, const In* v, i64 v_row, A* o, i64 wid
     }
 }
 
+// The same for one row at a time, without the values that it does not see: not even as 0 · NaN. In the same order, and
+// so the same bits as if they were numbers.
+template <class A, class In>
+void mix_visible(const Problem& p, const Group<A, 1>& g, const A* s, i64 j, i64 keys, const In* v, i64 v_row, A* o,
+                 i64 width) {
+    for (int lane = 0; lane < g.count; ++lane) {
+        for (i64 e = 0; e < p.E; ++e) {
+            A sum = o[lane * width + e];
+            for (i64 i = 0; i < keys; ++i) {
+                const A value = widen(v[i * v_row + e]);
+                if (value * 0 == 0 || visible(p, g.b, g.head[lane], g.query[lane], j + i)) {
+                    sum += s[i * g.W + lane] * value;
+                }
+            }
+            o[lane * width + e] = sum;
+        }
+    }
+}
+
+template <class A>
+bool all_finite(const A* o, i64 count) {
+    constexpr int W = Simd<A>::W;
+    Vec<A> zeros{};
+    for (i64 i = 0; i < count; i += W) zeros += load(o + i) * 0;
+    return sum<A>(zeros) == 0;
+}
+
 template <class In>
 inline void fetch(const In* row, i64 width) {
     for (i64 d = 0; d < width; d += 64 / static_cast<i64>(sizeof(In))) __builtin_prefetch(row + d, 0, 2);
@@ -212,12 +239,13 @@ bool chunk(const Problem& p, const Results& r, const Parts<A>& parts, i64 task) 
     const i64 begin = (parts.first_chunk + c) * chunk_keys;
     const i64 D = (p.D + W - 1) / W * W, E = (p.E + W - 1) / W * W, item = sizeof(A);
     const bool copy_k = !Source<In>::in_place(p.k, p.D), copy_v = !Source<In>::in_place(p.v, p.E);
-    Scratch scratch(workspace(padded(W * D * item) + padded(W * E * item) + padded(tile_keys * W * item) +
+    Scratch scratch(workspace(padded(W * D * item) + 2 * padded(W * E * item) + padded(tile_keys * W * item) +
                               padded(copy_k * tile_keys * D * item) + padded(copy_v * tile_keys * E * item) +
                               padded(W * Tops<A>::pitch(r.top) * item) + padded(W * Tops<A>::pitch(r.top) * 8)));
     if (!scratch) return false;
     A* const q = scratch.take<A>(W * D);
     A* const o = scratch.take<A>(W * E);
+    A* const o_before = scratch.take<A>(W * E);
     A* const s = scratch.take<A>(tile_keys * W);
     A* const k_copy = scratch.take<A>(copy_k * tile_keys * D);
     A* const v_copy = scratch.take<A>(copy_v * tile_keys * E);
@@ -253,7 +281,7 @@ bool chunk(const Problem& p, const Results& r, const Parts<A>& parts, i64 task) 
                         score_rows<A, K, R>(k, k_row, n, q + first * D, D, static_cast<A>(p.scale), s + first, k, 0, 0);
                     }
                 });
-                apply_options(p, group, start, n, s);
+                const bool hides = apply_options(p, group, start, n, s);
                 Vec<A> most[1], fade[1];
                 largest<A, 1>(s, n, most);
                 if (tops.top) keep_top(group, tops, s, start, n, most);
@@ -263,11 +291,17 @@ bool chunk(const Problem& p, const Results& r, const Parts<A>& parts, i64 task) 
                     if (by == 1) continue;
                     for (i64 e = 0; e < E; e += W) store<A>(o + lane * E + e, load(o + lane * E + e) * by);
                 }
+                const i64 used = group.count * E;
+                if (hides) std::memcpy(o_before, o, used * sizeof(A));
                 const Ahead next{reinterpret_cast<const char*>(k + n * k_row), k_row * static_cast<i64>(sizeof(K))};
                 const i64 lines = (D * static_cast<i64>(sizeof(K)) + 63) / 64;
                 by_rows<A>(group.count, [&]<int R>(int first) {
                     mix_all<A, V, R>(s + first, n, v, v_row, o + first * E, E, next, first ? 0 : lines);
                 });
+                if (hides && !all_finite(o, used)) {
+                    std::memcpy(o, o_before, used * sizeof(A));
+                    mix_visible(p, group, s, start, n, v, v_row, o, E);
+                }
             };
             const In* const k = keys.data + start * keys.row;
             const In* const v = values.data + start * values.row;
@@ -330,8 +364,8 @@ void merge(const Problem& p, const Results& r, const Parts<A>& parts, i64 row, A
     if (tops.top) {
         write_top(p, r, b, h, i, tops.scores, tops.keys);
     }
-    // A sum that passed the largest number, or a value that another row sees and this one does not.
-    if (bad != 0 && all.l == all.l && all.m * 0 == 0) write_row_exactly(p, r, b, h, i, all.m, total);
+    // A sum that passed the largest number, or a value that is no number itself.
+    if (bad != 0 && all.l == all.l && all.m * 0 == 0) write_row_exactly(p, r, b, h, i, all.m);
 }
 
 template <class A, class In, bool watching>

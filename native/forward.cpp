@@ -83,29 +83,39 @@ void write_rows(const Problem& p, const Results& r, const Group<A, tile_vectors>
     }
 }
 
-// Rows whose output is no number although their values and their weights are.
+// Rows with an output that is no number although the values it is made of, and their weights, are. `o` is lost.
 template <class A>
-void mend_overflow(const Problem& p, const Results& r, const Group<A, tile_vectors>& g, const A* bad) {
+void mend_overflow(const Problem& p, const Results& r, const Group<A, tile_vectors>& g, A* o, const A* bad) {
+    constexpr int W = Simd<A>::W, L = lanes<A>;
     const i64* strides = p.v.strides;
     const i64 head = g.b * strides[0] + g.head[0] / (p.H / p.G) * strides[1];
-    const bool finite = typed(p.type, p.v.data, [&](auto* values) {
-        A sum = 0;                           // of zeros, or of NaN
+    typed(p.type, p.v.data, [&](auto* values) {
         for (i64 j = g.first; j < g.last; ++j) {
-            for (i64 e = 0; e < p.E; ++e) sum += static_cast<A>(widen(values[head + j * strides[2] + e * strides[3]])) * 0;
+            const auto zero = [&](i64 e) {   // or NaN
+                return static_cast<A>(widen(values[head + j * strides[2] + e * strides[3]])) * 0;
+            };
+            A sum = 0;
+            for (i64 e = 0; e < p.E; ++e) sum += zero(e);
+            if (sum == 0) continue;
+            // What a visible value explains is taken out.
+            for (int lane = 0; lane < g.count; ++lane) {
+                if (!visible(p, g.b, g.head[lane], g.query[lane], j)) continue;
+                for (i64 e = 0; e < p.E; ++e) o[e * L + lane] = zero(e) == 0 ? o[e * L + lane] : 0;
+            }
         }
-        return sum == 0;
     });
-    if (!finite) return;
     for (int lane = 0; lane < g.count; ++lane) {
-        const A m = g.m[lane / g.W][lane % g.W], l = g.l[lane / g.W][lane % g.W];
-        const A total = l + (p.sinks ? exp_of(static_cast<A>(p.sinks[g.head[lane]]) - m) : 0);
-        if (bad[lane] != 0 && l == l && m * 0 == 0) write_row_exactly(p, r, g.b, g.head[lane], g.query[lane], m, total);
+        const A m = g.m[lane / W][lane % W], l = g.l[lane / W][lane % W];
+        if (bad[lane] == 0 || l != l || m * 0 != 0) continue;
+        bool numbers = true;
+        for (i64 e = 0; e < p.E; ++e) numbers &= o[e * L + lane] * 0 == 0;
+        if (!numbers) write_row_exactly(p, r, g.b, g.head[lane], g.query[lane], m);
     }
 }
 
 // Divides by the denominators and writes the rows of a group; where looking, their statistics.
 template <class A>
-void finish(const Problem& p, const Results& r, Group<A, tile_vectors>& g, Tops<A>& tops, const A* o) {
+void finish(const Problem& p, const Results& r, Group<A, tile_vectors>& g, Tops<A>& tops, A* o) {
     constexpr int W = Simd<A>::W, L = lanes<A>;
     A inverse[L] = {};
     for (int lane = 0; lane < g.count; ++lane) {
@@ -120,7 +130,7 @@ void finish(const Problem& p, const Results& r, Group<A, tile_vectors>& g, Tops<
     A bad[L];
     write_rows(p, r, g, o, inverse, bad);
     for (int lane = 0; lane < g.count; ++lane) {
-        if (bad[lane] != 0) return mend_overflow(p, r, g, bad);
+        if (bad[lane] != 0) return mend_overflow(p, r, g, o, bad);
     }
 }
 
@@ -193,20 +203,23 @@ class Block {
     void take(int i, i64 j, i64 n) {
         auto& g = group_[i];
         products_.score(j, n, q_[i], s_);
-        const bool hides = apply_options(p_, g, j, n, s_);
+        [[maybe_unused]] const bool hides = apply_options(p_, g, j, n, s_);
         Vec<A> most[tile_vectors], fade[tile_vectors];
         largest<A, tile_vectors>(s_, n, most);
         if constexpr (watching) {
             if (r_.top) keep_top(g, tops_[i], s_, j, n, most);
         }
         absorb<watching>(g, s_, n, most, fade);
-        // What is multiplied in pairs is read one key further if there is one, which must then count as hidden.
-        const bool careful = hides || (Products::in_pairs && n % 2);
-        if (careful && all_finite_ < 0) all_finite_ = products_.values_finite();
-        if (careful && !all_finite_) {
-            mix_visible(p_, g, s_, j, n, fade, o_[i]);
-        } else {
+        if constexpr (Products::in_pairs) {
             products_.add(j, n, s_, fade, o_[i]);
+            products_.add_visible(g, j, n, s_, o_[i]);
+        } else {
+            if (hides && all_finite_ < 0) all_finite_ = products_.values_finite();
+            if (hides && !all_finite_) {
+                mix_visible(p_, g, s_, j, n, fade, o_[i]);
+            } else {
+                products_.add(j, n, s_, fade, o_[i]);
+            }
         }
     }
 

@@ -166,6 +166,12 @@ class Paired {
             }
         }
         finite_ = !bad;
+        // A value that is not finite leaves its place empty, for a row may not see it; `add_visible` fills it for those
+        // that do. The products are the same instructions, and so give the same bits, whatever is hidden.
+        for (i64 at = 0; !finite_ && at < (end - start + 1) / 2 * p_.E; ++at) {
+            if ((v_pairs_[at] & 0x7f80u) == 0x7f80u) v_pairs_[at] &= 0xffff0000u;
+            if ((v_pairs_[at] >> 16 & 0x7f80u) == 0x7f80u) v_pairs_[at] &= 0xffffu;
+        }
     }
 
     void score(i64 j, i64 n, const Pair* q, float* s) const {
@@ -193,7 +199,20 @@ class Paired {
         });
     }
 
-    bool values_finite() const { return finite_; }
+    // The values that are not finite, for the rows that see them.
+    void add_visible(const Group<float, tile_vectors>& g, i64 j, i64 n, const float* s, float* o) const {
+        if (finite_) return;
+        const i64 row = p_.v.strides[2], column = p_.v.strides[3];
+        for (i64 i = 0; i < n; ++i) {
+            for (i64 e = 0; e < p_.E; ++e) {
+                const float value = widen(v_start_[(j + i) * row + e * column]);
+                if (value * 0 == 0) continue;
+                for (int lane = 0; lane < g.count; ++lane) {
+                    if (visible(p_, g.b, g.head[lane], g.query[lane], j + i)) o[e * L + lane] += s[i * L + lane] * value;
+                }
+            }
+        }
+    }
 
   private:
     static i64 even(i64 n) { return (n + 1) / 2 * 2; }

@@ -94,12 +94,13 @@ inline unsigned bits(Ints<double> mask) {
     return set;
 }
 
-// e^x for x <= 0, or NaN. Where it is under 2^−127, as for −∞, exactly 0. Error under 3 · 2^−24, relative.
+// e^x for x <= 0, or NaN. Where it is under 2^−126.5, as for −∞, exactly 0. Relative error under (3 + |x|/4) · 2^−24,
+// most of it of the rounded log₂e; without fused multiplication |x| · 2^−24 more.
 inline Vec<float> exp_negative(Vec<float> x) {
     using V = Vec<float>;
-    V y = larger(all(-127.0f), x * 1.44269504088896341f);  // in this order NaN stays
-    V shifted = y + 12582912.0f;                           // 1.5 · 2^23: the nearest integer n, in the low bits
-    V f = y - (shifted - 12582912.0f);                     // y − n, in [−½, ½]
+    V z = larger(all(-88.029692f), x);                     // −127 · ln 2; in this order NaN stays
+    V shifted = z * 1.44269504088896341f + 12582912.0f;    // 1.5 · 2^23: the nearest integer n, in the low bits
+    V f = z * 1.44269504088896341f - (shifted - 12582912.0f);  // y − n, in [−½, ½], fused before y is rounded
     V p = all(1.3264727e-3f);                              // 2^f: minimax of relative error, exact at 0
     p = p * f + 9.671513e-3f;
     p = p * f + 5.5507336e-2f;

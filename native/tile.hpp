@@ -475,7 +475,9 @@ struct Row {
   private:
     // H = −Σ a log a = Σ a·(lse − m) − Σ a·(s − m), with the sink, if there is one, as one more outcome.
     void watch(const Results& r, i64 at, bool live, A sink, A lse, A total) const {
-        A entropy = live ? ((lse - m) * l - u) / total : 0, weight = 0;
+        // lse − m = log(total); lse itself is rounded to what scores are, and an entropy may be far smaller.
+        const A above = total * 0 == 0 ? log_of(total) : lse - m;
+        A entropy = live ? (above * l - u) / total : 0, weight = 0;
         if (live && sink != -infinity) {
             const A log_weight = sink < lse ? sink - lse : (lse != lse ? lse : 0);
             weight = exp_of(log_weight);
@@ -499,9 +501,10 @@ inline void write_top(const Problem& p, const Results& r, i64 b, i64 h, i64 i, c
     }
 }
 
-// One row once more, in plain loops of double: for the rare row whose sum passed the largest number although its
-// mean does not, and for the one next to a hidden value that is no number. Writes out if m and l are numbers.
-inline void write_row_exactly(const Problem& p, const Results& r, i64 b, i64 h, i64 i, double m, double total) {
+// One row once more, in plain loops of double: for the rare row whose sum passed the largest number although its mean
+// does not. `m` is its largest score. The denominator is summed again too: weights whose scores are rounded in another
+// way than its own would not add up to one.
+inline void write_row_exactly(const Problem& p, const Results& r, i64 b, i64 h, i64 i, double m) {
     const i64 g = h / (p.H / p.G);
     const auto [low, high] = interval(p, b, i);
     const i64 *sq = p.q.strides, *sk = p.k.strides, *sv = p.v.strides;
@@ -511,22 +514,29 @@ inline void write_row_exactly(const Problem& p, const Results& r, i64 b, i64 h, 
         const auto* k = reinterpret_cast<const In*>(p.k.data) + b * sk[0] + g * sk[1];
         const auto* v = reinterpret_cast<const In*>(p.v.data) + b * sv[0] + g * sv[1];
         In* const out = reinterpret_cast<In*>(r.out) + ((b * p.H + h) * p.T + i) * p.E;
+        const auto numerator = [&](i64 j) {
+            double score = 0;
+            for (i64 d = 0; d < p.D; ++d) {
+                score += static_cast<double>(widen(q[d * sq[3]])) * static_cast<double>(widen(k[j * sk[2] + d * sk[3]]));
+            }
+            score *= p.scale;
+            if (p.softcap != 0) score = p.softcap * __builtin_tanh(score / p.softcap);
+            const i64* a = p.bias.strides;
+            if (p.bias.data) score += read(p.bias_type, p.bias.data, b * a[0] + h * a[1] + i * a[2] + j * a[3]);
+            if (p.alibi) score -= p.alibi[h] * static_cast<double>(p.offset + i - j);
+            return __builtin_exp(score - m);
+        };
+        double total = p.sinks ? __builtin_exp(p.sinks[h] - m) : 0;
+        for (i64 j = low; j < high; ++j) {
+            if (visible(p, b, h, i, j)) total += numerator(j);
+        }
         constexpr i64 at_once = 64;
         for (i64 first = 0; first < p.E; first += at_once) {
             const i64 width = smaller_of(at_once, p.E - first);
             double mean[at_once] = {};
             for (i64 j = low; j < high; ++j) {
                 if (!visible(p, b, h, i, j)) continue;
-                double score = 0;
-                for (i64 d = 0; d < p.D; ++d) {
-                    score += static_cast<double>(widen(q[d * sq[3]])) * static_cast<double>(widen(k[j * sk[2] + d * sk[3]]));
-                }
-                score *= p.scale;
-                if (p.softcap != 0) score = p.softcap * __builtin_tanh(score / p.softcap);
-                const i64* a = p.bias.strides;
-                if (p.bias.data) score += read(p.bias_type, p.bias.data, b * a[0] + h * a[1] + i * a[2] + j * a[3]);
-                if (p.alibi) score -= p.alibi[h] * static_cast<double>(p.offset + i - j);
-                const double weight = __builtin_exp(score - m) / total;
+                const double weight = numerator(j) / total;
                 for (i64 e = 0; e < width; ++e) {
                     mean[e] += weight * static_cast<double>(widen(v[j * sv[2] + (first + e) * sv[3]]));
                 }
