@@ -15,13 +15,15 @@ constexpr int lanes = tile_vectors * Simd<A>::W;
 // Calls use(key, v, w) with the weights of a tile of scores, vector by vector; hidden ones, those of rows that see
 // nothing and those of lanes that stand for no row are 0.
 template <class A, class F>
-void weigh(const Group<A, tile_vectors>& g, const Problem& p, const A* lse_BHT, const A* s, i64 n, bool hides, const F& use) {
+void weigh(const Group<A, tile_vectors>& g, const Problem& p, const A* lse_BHT, A* s, i64 n, bool hides, const F& use) {
     constexpr int W = Simd<A>::W, L = lanes<A>;
     A base[L];
     for (int lane = 0; lane < L; ++lane) {
-        base[lane] = lane < g.count ? lse_BHT[(g.b * p.H + g.head[lane]) * p.T + g.query[lane]] : infinity;
+        base[lane] = lse_BHT[(g.b * p.H + g.head[lane]) * p.T + g.query[lane]];
         if (base[lane] == -infinity) base[lane] = 0;
+        for (i64 i = 0; lane >= g.count && i < n; ++i) s[i * L + lane] = -infinity;
     }
+    hides |= g.count < L;
     for (int v = 0; v < tile_vectors; ++v) {
         const Vec<A> by = load(base + v * W);
         if (hides) {                         // e^(−∞ − NaN) would be NaN
