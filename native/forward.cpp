@@ -20,7 +20,7 @@ template <class A>
 constexpr int lanes = tile_vectors * Simd<A>::W;
 
 // The mixing for a tile in which something is hidden and some value is not finite: a hidden value must not be
-// read into the sum, not even as 0 · NaN.
+// read into the sum, not even as 0 · NaN. In the order of `mix_columns`, for the same bits.
 template <class A>
 void mix_visible(const Problem& p, const Group<A, tile_vectors>& g, const A* s, i64 j, i64 n,
                  const Vec<A> (&fade)[tile_vectors], A* o) {
@@ -30,14 +30,14 @@ void mix_visible(const Problem& p, const Group<A, tile_vectors>& g, const A* s, 
     typed(p.type, p.v.data, [&](auto* values) {
         for (int lane = 0; lane < g.count; ++lane) {
             for (i64 e = 0; e < p.E; ++e) {
-                A sum = o[e * L + lane] * fade[lane / g.W][lane % g.W];
+                A sum = 0;
                 for (i64 i = 0; i < n; ++i) {
                     const A value = static_cast<A>(widen(values[head + (j + i) * strides[2] + e * strides[3]]));
                     if (value * 0 == 0 || visible(p, g.b, g.head[lane], g.query[lane], j + i)) {
                         sum += s[i * L + lane] * value;
                     }
                 }
-                o[e * L + lane] = sum;
+                o[e * L + lane] = o[e * L + lane] * fade[lane / g.W][lane % g.W] + sum;
             }
         }
     });
