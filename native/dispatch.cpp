@@ -1,8 +1,14 @@
 #include "dispatch.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <initializer_list>
 #include <stdexcept>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace regardant {
 
@@ -31,18 +37,44 @@ struct Set {
 };
 
 #if defined(__x86_64__)
-bool has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
+// What the processor says of itself, and which registers the system keeps for each thread. Asked directly, because the
+// compilers' own question is answered by a library that is not linked everywhere.
+struct Processor {
+    unsigned basic = 0, extended = 0, more = 0, kept = 0;
+
+    Processor() {
+        unsigned a, b, c, d;
+        if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+        basic = c;
+        if (!(basic >> 27 & 1)) return;      // cannot be asked which registers are kept
+        asm volatile("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+        extended = b;
+        if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) more = a;
+    }
+
+    static bool all_of(unsigned word, std::initializer_list<int> bits) {
+        return std::all_of(bits.begin(), bits.end(), [=](int bit) { return word >> bit & 1; });
+    }
+
+    bool avx2() const {                      // FMA, AVX, F16C; BMI, AVX2, BMI2
+        return all_of(kept, {1, 2}) && all_of(basic, {12, 28, 29}) && all_of(extended, {3, 5, 8});
+    }
+    bool avx512() const {                    // F, DQ, CD, BW, VL
+        return avx2() && all_of(kept, {5, 6, 7}) && all_of(extended, {16, 17, 28, 30, 31});
+    }
+    bool avx512bf16() const { return avx512() && all_of(more, {5}); }
+};
+
+const Processor& processor() {
+    static const Processor found;
+    return found;
 }
 #endif
 
 // In order of preference, the best last.
 const std::vector<Set>& all_sets() {
     static const std::vector<Set> sets = [] {
-#if defined(__x86_64__)
-        __builtin_cpu_init();
-#endif
         return std::vector<Set>{
 #if defined(REGARDANT_SCALAR)
             {"scalar", true, REGARDANT_KERNELS(scalar)},
@@ -51,14 +83,13 @@ const std::vector<Set>& all_sets() {
             {"neon", true, REGARDANT_KERNELS(neon)},
 #endif
 #if defined(REGARDANT_AVX2)
-            {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"),
-             REGARDANT_KERNELS(avx2)},
+            {"avx2", processor().avx2(), REGARDANT_KERNELS(avx2)},
 #endif
 #if defined(REGARDANT_AVX512)
-            {"avx512", has_avx512(), REGARDANT_KERNELS(avx512)},
+            {"avx512", processor().avx512(), REGARDANT_KERNELS(avx512)},
 #endif
 #if defined(REGARDANT_AVX512BF16)
-            {"avx512bf16", has_avx512() && __builtin_cpu_supports("avx512bf16"), REGARDANT_KERNELS(avx512bf16)},
+            {"avx512bf16", processor().avx512bf16(), REGARDANT_KERNELS(avx512bf16)},
 #endif
         };
     }();

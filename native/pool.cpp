@@ -12,6 +12,8 @@
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
+#elif defined(_WIN32)
+#include <malloc.h>
 #endif
 
 namespace regardant {
@@ -96,17 +98,34 @@ const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new (storage
 struct Workspace {
     void* data = nullptr;
     std::int64_t bytes = 0;
-    ~Workspace() { std::free(data); }
+    ~Workspace() { release(data); }
 };
 thread_local Workspace mine;
 
 }  // namespace
 
+void* allocate(std::int64_t bytes) {
+    const auto lines = static_cast<std::size_t>((bytes + 63) / 64 * 64);
+#if defined(_WIN32)
+    return _aligned_malloc(lines, 64);
+#else
+    return std::aligned_alloc(64, lines);
+#endif
+}
+
+void release(void* memory) {
+#if defined(_WIN32)
+    _aligned_free(memory);
+#else
+    std::free(memory);
+#endif
+}
+
 void* workspace(std::int64_t bytes) {
     if (bytes > mine.bytes) {
-        std::free(mine.data);
+        release(mine.data);
         mine.bytes = (bytes + 4095) / 4096 * 4096;
-        mine.data = std::aligned_alloc(64, static_cast<std::size_t>(mine.bytes));
+        mine.data = allocate(mine.bytes);
         if (!mine.data) mine.bytes = 0;
     }
     return mine.data;

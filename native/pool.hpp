@@ -10,6 +10,10 @@ namespace regardant {
 // threads at once; the caller works whether or not others come to help, so no call waits for another.
 bool parallel(std::int64_t tasks, int threads, bool (*work)(void* context, std::int64_t task), void* context);
 
+// Memory that begins on a cache line, for so many bytes, or null; to be given back by `release`.
+void* allocate(std::int64_t bytes);
+void release(void* memory);
+
 // At least so many bytes, in whole cache lines, for the calling thread's own use until it asks again; null if there
 // are none. The memory stays with the thread: to fetch it anew for every task would cost more than small tasks do.
 void* workspace(std::int64_t bytes);

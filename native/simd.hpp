@@ -73,24 +73,20 @@ inline Vec<float> larger(Vec<float> a, Vec<float> b) {
 
 inline Vec<double> larger(Vec<double> a, Vec<double> b) { return a > b ? a : b; }
 
-// One bit per lane in which the mask is set.
-inline unsigned bits(Ints<float> mask) {
+// One bit per lane in which the mask, of as many lanes as there are numbers of A in a vector, is set.
+template <class A>
+inline unsigned bits(Ints<A> mask) {
+    if constexpr (sizeof(A) == 4) {
 #if REGARDANT_BYTES == 64 && defined(__AVX512F__)
-    return _mm512_movepi32_mask((__m512i)mask);
+        return _mm512_movepi32_mask((__m512i)mask);
 #elif REGARDANT_BYTES == 32 && defined(__AVX__)
-    return static_cast<unsigned>(_mm256_movemask_ps((__m256)mask));
+        return static_cast<unsigned>(_mm256_movemask_ps((__m256)mask));
 #elif REGARDANT_BYTES == 16 && defined(__SSE2__)
-    return static_cast<unsigned>(_mm_movemask_ps((__m128)mask));
-#else
-    unsigned set = 0;
-    for (int i = 0; i < Simd<float>::W; ++i) set |= static_cast<unsigned>(mask[i] != 0) << i;
-    return set;
+        return static_cast<unsigned>(_mm_movemask_ps((__m128)mask));
 #endif
-}
-
-inline unsigned bits(Ints<double> mask) {
+    }
     unsigned set = 0;
-    for (int i = 0; i < Simd<double>::W; ++i) set |= static_cast<unsigned>(mask[i] != 0) << i;
+    for (int i = 0; i < Simd<A>::W; ++i) set |= static_cast<unsigned>(mask[i] != 0) << i;
     return set;
 }
 

@@ -9,8 +9,6 @@
 // Sources: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022.
 #pragma once
 
-#include <cstdlib>
-
 #include "numbers.hpp"
 #include "pool.hpp"
 #include "problem.hpp"
@@ -34,7 +32,8 @@ class Scratch {
     template <class T>
     T* take(i64 count) {
         T* const here = reinterpret_cast<T*>(data_);
-        data_ += padded(count * static_cast<i64>(sizeof(T)));
+        const i64 bytes = count * static_cast<i64>(sizeof(T));
+        data_ += padded(bytes);
         return here;
     }
 
@@ -46,8 +45,8 @@ class Scratch {
 
 // Memory of one call, freed at its end; null if there is not so much.
 struct Memory {
-    explicit Memory(i64 bytes) : data(std::aligned_alloc(64, (bytes + 63) / 64 * 64)) {}
-    ~Memory() { std::free(data); }
+    explicit Memory(i64 bytes) : data(allocate(bytes)) {}
+    ~Memory() { release(data); }
     Memory(const Memory&) = delete;
     Memory& operator=(const Memory&) = delete;
 
@@ -361,7 +360,7 @@ struct Tops {
         if (top <= few) {
             constexpr int W = Simd<A>::W;
             unsigned heavier = 0;            // one bit for each of the first few
-            for (int i = 0; i < few; i += W) heavier |= bits(load(s + i) >= score) << i;
+            for (int i = 0; i < few; i += W) heavier |= bits<A>(load(s + i) >= score) << i;
             at = __builtin_popcount(heavier & ((1u << few) - 1));
             A moved[few];
             i64 moved_keys[few];
@@ -423,7 +422,7 @@ inline void keep_top(const Group<A, N>& g, Tops<A>& tops, const A* s, i64 j, i64
     unsigned any = 0;
     for (int v = 0; v < N; ++v) {
         least[v] = bar(g, tops, s, n, v);
-        any |= bits(most[v] > least[v]);
+        any |= bits<A>(most[v] > least[v]);
     }
     if (!any) return;
     // First where, then what: a branch for every score would be guessed wrong too often.
@@ -433,7 +432,7 @@ inline void keep_top(const Group<A, N>& g, Tops<A>& tops, const A* s, i64 j, i64
     for (i64 i = 0; i < n; ++i) {
         std::uint32_t set = 0;
 #pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) set |= bits(load(s + i * L + v * W) > least[v]) << (v * W);
+        for (int v = 0; v < N; ++v) set |= bits<A>(load(s + i * L + v * W) > least[v]) << (v * W);
         rows[hits] = static_cast<std::uint16_t>(i);
         sets[hits] = set;
         hits += set != 0;
@@ -506,7 +505,7 @@ inline void write_top(const Problem& p, const Results& r, i64 b, i64 h, i64 i, c
 // way than its own would not add up to one.
 inline void write_row_exactly(const Problem& p, const Results& r, i64 b, i64 h, i64 i, double m) {
     const i64 g = h / (p.H / p.G);
-    const auto [low, high] = interval(p, b, i);
+    const Interval keys = interval(p, b, i);
     const i64 *sq = p.q.strides, *sk = p.k.strides, *sv = p.v.strides;
     typed(p.type, p.q.data, [&](auto* q_data) {
         using In = typename Plain<__typeof__(*q_data)>::Is;
@@ -527,14 +526,14 @@ inline void write_row_exactly(const Problem& p, const Results& r, i64 b, i64 h, 
             return __builtin_exp(score - m);
         };
         double total = p.sinks ? __builtin_exp(p.sinks[h] - m) : 0;
-        for (i64 j = low; j < high; ++j) {
+        for (i64 j = keys.low; j < keys.high; ++j) {
             if (visible(p, b, h, i, j)) total += numerator(j);
         }
         constexpr i64 at_once = 64;
         for (i64 first = 0; first < p.E; first += at_once) {
             const i64 width = smaller_of(at_once, p.E - first);
             double mean[at_once] = {};
-            for (i64 j = low; j < high; ++j) {
+            for (i64 j = keys.low; j < keys.high; ++j) {
                 if (!visible(p, b, h, i, j)) continue;
                 const double weight = numerator(j) / total;
                 for (i64 e = 0; e < width; ++e) {

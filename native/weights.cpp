@@ -37,11 +37,14 @@ void weigh(const Group<A, tile_vectors>& g, const Problem& p, const A* lse_BHT, 
     }
 }
 
+// count · at // parts, for at <= parts < 2^31, without passing 2^63 on the way.
+i64 portion(i64 count, i64 at, i64 parts) { return count / parts * at + count % parts * at / parts; }
+
 // Where a query or a key falls when `count` are cut into `parts`: part r holds count·r//parts … count·(r+1)//parts.
 i64 part_of(i64 at, i64 count, i64 parts) {
-    i64 r = static_cast<i64>(static_cast<__int128>(at) * parts / count);
-    while (r + 1 < parts && static_cast<i64>(static_cast<__int128>(count) * (r + 1) / parts) <= at) ++r;
-    while (static_cast<i64>(static_cast<__int128>(count) * r / parts) > at) --r;
+    i64 r = portion(parts, at, count);
+    while (r + 1 < parts && portion(count, r + 1, parts) <= at) ++r;
+    while (portion(count, r, parts) > at) --r;
     return r;
 }
 
@@ -125,7 +128,7 @@ bool column_sums(const Problem& p, const Sums& sums, int threads) {
         Column<A> column(p, sums, scratch);
         const i64 c = task % parts, bh = task / parts;
         const auto edge = [&](i64 at) {
-            return pooled ? static_cast<i64>(static_cast<__int128>(p.S) * at / parts) : smaller_of(at * key_block, p.S);
+            return pooled ? portion(p.S, at, parts) : smaller_of(at * key_block, p.S);
         };
         for (i64 j = edge(c); j < edge(c + 1); j += key_block) {
             column.run(bh / p.H, bh % p.H, j, smaller_of(j + key_block, edge(c + 1)),
