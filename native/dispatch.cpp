@@ -25,6 +25,8 @@ REGARDANT_DECLARE(avx2)
 REGARDANT_DECLARE(avx512)
 REGARDANT_DECLARE(avx512bf16)
 REGARDANT_DECLARE(neon)
+REGARDANT_DECLARE(wide)
+REGARDANT_DECLARE(widebf16)
 
 #define REGARDANT_KERNELS(isa) {isa::attend, isa::sums, isa::rows, isa::multiply_adds, isa::read_all}
 
@@ -72,10 +74,24 @@ const Processor& processor() {
 }
 #endif
 
+[[maybe_unused]] bool can_emulate() {
+#if defined(__x86_64__)
+    return processor().avx2();
+#else
+    return true;
+#endif
+}
+
 // In order of preference, the best last.
 const std::vector<Set>& all_sets() {
     static const std::vector<Set> sets = [] {
         return std::vector<Set>{
+#if defined(REGARDANT_WIDE)  // for tests alone, so never the best
+            {"wide", can_emulate(), REGARDANT_KERNELS(wide)},
+#endif
+#if defined(REGARDANT_WIDEBF16)
+            {"widebf16", can_emulate(), REGARDANT_KERNELS(widebf16)},
+#endif
 #if defined(REGARDANT_SCALAR)
             {"scalar", true, REGARDANT_KERNELS(scalar)},
 #endif
