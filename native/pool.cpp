@@ -102,7 +102,7 @@ struct Workspace {
 };
 thread_local Workspace mine;
 
-// Where steps beyond an array are looked for, not a byte more than was asked for.
+// Where steps beyond an array are looked for, not a byte more than was asked for, and anew each time.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr bool exact = true;
 #else
@@ -129,7 +129,7 @@ void release(void* memory) {
 }
 
 void* workspace(std::int64_t bytes) {
-    if (bytes > mine.bytes || (exact && bytes < mine.bytes)) {
+    if (bytes > mine.bytes || exact) {
         release(mine.data);
         mine.bytes = exact ? bytes : (bytes + 4095) / 4096 * 4096;
         mine.data = allocate(mine.bytes);

@@ -39,7 +39,6 @@ class Scratch {
         const i64 bytes = count * static_cast<i64>(sizeof(T));
 #if defined(__SANITIZE_ADDRESS__)
         // Between the parts nothing is to be read or written.
-        ASAN_UNPOISON_MEMORY_REGION(data_, static_cast<std::size_t>(bytes));
         ASAN_POISON_MEMORY_REGION(data_ + bytes, static_cast<std::size_t>(padded(bytes) - bytes));
 #endif
         data_ += padded(bytes);
