@@ -14,6 +14,10 @@
 #include "problem.hpp"
 #include "simd.hpp"
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace regardant::REGARDANT_ISA {
 
 inline i64 smaller_of(i64 a, i64 b) { return a < b ? a : b; }
@@ -33,6 +37,10 @@ class Scratch {
     T* take(i64 count) {
         T* const here = reinterpret_cast<T*>(data_);
         const i64 bytes = count * static_cast<i64>(sizeof(T));
+#if defined(__SANITIZE_ADDRESS__)
+        // Between the parts nothing is to be read or written.
+        ASAN_POISON_MEMORY_REGION(data_ + bytes, static_cast<std::size_t>(padded(bytes) - bytes));
+#endif
         data_ += padded(bytes);
         return here;
     }
