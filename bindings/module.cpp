@@ -122,17 +122,10 @@ void read_all(const nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>& array, i
 }  // namespace
 
 NB_MODULE(_native, m) {
-    nb::class_<Held>(m, "Problem").def(
-        "__init__",
-        [](Held* self, In q, In k, In v, int type, bool causal, i64 offset, i64 window, Integers starts, Integers lengths,
-           std::optional<Integers> q_segments, std::optional<Integers> k_segments, MaybeIn mask, MaybeIn bias,
-           int bias_type, std::optional<Doubles> alibi, std::optional<Doubles> sinks, double softcap, double scale) {
-            new (self) Held(hold(q, k, v, type, causal, offset, window, starts, lengths, q_segments, k_segments, mask,
-                                 bias, bias_type, alibi, sinks, softcap, scale));
-        },
-        "q"_a, "k"_a, "v"_a, "element"_a, "causal"_a, "offset"_a, "window"_a, "starts"_a, "lengths"_a,
-        "q_segments"_a.none(), "k_segments"_a.none(), "mask"_a.none(), "bias"_a.none(), "bias_type"_a,
-        "alibi"_a.none(), "sinks"_a.none(), "softcap"_a, "scale"_a);
+    nb::class_<Held>(m, "Problem")
+        .def(nb::new_(&hold), "q"_a, "k"_a, "v"_a, "element"_a, "causal"_a, "offset"_a, "window"_a, "starts"_a,
+             "lengths"_a, "q_segments"_a.none(), "k_segments"_a.none(), "mask"_a.none(), "bias"_a.none(), "bias_type"_a,
+             "alibi"_a.none(), "sinks"_a.none(), "softcap"_a, "scale"_a);
     m.def("attend", &attend, "problem"_a, "threads"_a, "out"_a, "lse"_a, "max_logit"_a.none() = nb::none(),
           "entropy"_a.none() = nb::none(), "sink_weight"_a.none() = nb::none(), "top_keys"_a.none() = nb::none(),
           "top_weights"_a.none() = nb::none(), "top"_a = 0);

@@ -41,59 +41,19 @@ inline Pairs round_pairs(Vec<float> low, Vec<float> high) {
     return ((l + 0x7fffu + ((l >> 16) & 1u)) >> 16) | ((h + 0x7fffu + ((h >> 16) & 1u)) & 0xffff0000u);
 }
 
-// s[m][lane] = scale · Σ_d k[m][d] · q[d][lane] for M keys; width is half of D, and rows are counted in pairs' halves.
-template <int M>
-inline void score_pairs(const Brain* k, i64 row, const Pair* q, i64 width, float scale, float* s) {
-    constexpr int N = tile_vectors, W = Simd<float>::W, L = N * W;
-    Vec<float> tile[M][N] = {};
-#pragma GCC unroll 4
-    for (i64 d = 0; d < width; ++d) {
-        Pairs right[N];
-#pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) right[v] = load_pairs(q + d * L + v * W);
-#pragma GCC unroll 16
-        for (int m = 0; m < M; ++m) {
-            Pair pair;
-            std::memcpy(&pair, k + m * row + 2 * d, sizeof pair);
-            const Pairs left = all_pairs(pair);
-#pragma GCC unroll 4
-            for (int v = 0; v < N; ++v) tile[m][v] = add_products(tile[m][v], left, right[v]);
-        }
-    }
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) store<float>(s + m * L + v * W, tile[m][v] * scale);
-    }
-}
+// Pairs as `multiply` takes them.
+struct InPairs {
+    using Number = Pair;
+    using Sum = float;
 
-// o[m][lane] = fade[lane] · o[m][lane] + Σ_j v[j][m] · p[j][lane] for M columns of V, keys in pairs.
-template <int M>
-inline void mix_pairs(const Pair* p, i64 pairs, const Pair* v_data, i64 row, const Vec<float> (&fade)[tile_vectors],
-                      float* o) {
-    constexpr int N = tile_vectors, W = Simd<float>::W, L = N * W;
-    Vec<float> tile[M][N] = {};
-#pragma GCC unroll 4
-    for (i64 j = 0; j < pairs; ++j) {
-        Pairs right[N];
-#pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) right[v] = load_pairs(p + j * L + v * W);
-#pragma GCC unroll 16
-        for (int m = 0; m < M; ++m) {
-            const Pairs left = all_pairs(v_data[j * row + m]);
-#pragma GCC unroll 4
-            for (int v = 0; v < N; ++v) tile[m][v] = add_products(tile[m][v], left, right[v]);
-        }
+    static Pairs spread(const char* at) {
+        Pair pair;
+        std::memcpy(&pair, at, sizeof pair);
+        return all_pairs(pair);
     }
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) {
-            float* const at = o + m * L + v * W;
-            store<float>(at, load(at) * fade[v] + tile[m][v]);
-        }
-    }
-}
+    static Pairs vector(const Pair* from) { return load_pairs(from); }
+    static Vec<float> add(Vec<float> sum, Pairs left, Pairs right) { return add_products(sum, left, right); }
+};
 
 // As `Wide`, for bfloat16.
 class Paired {
@@ -175,10 +135,8 @@ class Paired {
     }
 
     void score(i64 j, i64 n, const Pair* q, float* s) const {
-        const Brain* const k = k_ + (j - start_) * k_row_;
-        tiles(n, [&]<int M>(i64 first) {
-            score_pairs<M>(k + first * k_row_, k_row_, q, even(p_.D) / 2, static_cast<float>(p_.scale), s + first * L);
-        });
+        const i64 row = k_row_ * static_cast<i64>(sizeof(Brain));
+        scores<InPairs>(k_ + (j - start_) * k_row_, row, n, q, even(p_.D) / 2, static_cast<float>(p_.scale), s);
     }
 
     void add(i64 j, i64 n, const float* s, const Vec<float> (&fade)[tile_vectors], float* o) const {
@@ -194,9 +152,7 @@ class Paired {
             }
         }
         const Pair* const v = v_pairs_ + (j - start_) / 2 * p_.E;
-        tiles(p_.E, [&]<int M>(i64 first) {
-            mix_pairs<M>(s_pairs_, (n + 1) / 2, v + first, p_.E, fade, o + first * L);
-        });
+        mix<InPairs>(s_pairs_, (n + 1) / 2, v, p_.E * static_cast<i64>(sizeof(Pair)), p_.E, fade, o);
     }
 
     // The values that are not finite, for the rows that see them.

@@ -17,24 +17,53 @@ constexpr int tile_rows = 6, tile_vectors = 4;
 constexpr int tile_rows = 6, tile_vectors = 2;
 #endif
 
-// s[m][lane] = scale · Σ_d k[m][d] · q[d][lane] for M keys.
 template <class A, int M>
-inline void score_keys(const A* k, i64 row, const A* q, i64 D, A scale, A* s) {
-    using V = Vec<A>;
-    constexpr int N = tile_vectors, W = Simd<A>::W, L = N * W;
-    V tile[M][N] = {};
+using Tile = Vec<A>[M][tile_vectors];
+
+// How numbers of one kind are multiplied and added: `spread` reads one for all lanes, `add` takes its products in.
+template <class A>
+struct Plainly {
+    using Number = A;
+    using Sum = A;
+
+    static Vec<A> spread(const char* at) {
+        A number;
+        std::memcpy(&number, at, sizeof number);
+        return all(number);
+    }
+    static Vec<A> vector(const A* from) { return load(from); }
+    static Vec<A> add(Vec<A> sum, Vec<A> left, Vec<A> right) { return sum + left * right; }
+};
+
+// tile[m][lane] = Σ_i left[m][i] · right[i][lane], where left[m][i] lies m · between + i · step bytes on.
+// Unrolled: a taken branch for every i would take as long as what it guards.
+template <class Maths, int M>
+__attribute__((always_inline)) inline void multiply(const char* left, i64 between, i64 step,
+                                                    const typename Maths::Number* right, i64 count,
+                                                    Tile<typename Maths::Sum, M>& tile) {
+    constexpr int N = tile_vectors, W = Simd<typename Maths::Sum>::W, L = N * W;
 #pragma GCC unroll 4
-    for (i64 d = 0; d < D; ++d) {
-        V right[N];
+    for (i64 i = 0; i < count; ++i) {
+        decltype(Maths::vector(right)) vectors[N];
 #pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) right[v] = load(q + d * L + v * W);
+        for (int v = 0; v < N; ++v) vectors[v] = Maths::vector(right + i * L + v * W);
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) {
-            const V left = all(k[m * row + d]);
+            const auto number = Maths::spread(left + m * between + i * step);
 #pragma GCC unroll 4
-            for (int v = 0; v < N; ++v) tile[m][v] += left * right[v];
+            for (int v = 0; v < N; ++v) tile[m][v] = Maths::add(tile[m][v], number, vectors[v]);
         }
     }
+}
+
+// s[m][lane] = scale · Σ_d k[m][d] · q[d][lane] for M keys, `row` bytes apart.
+template <class Maths, int M>
+inline void score_keys(const char* k, i64 row, const typename Maths::Number* q, i64 count, typename Maths::Sum scale,
+                       typename Maths::Sum* s) {
+    using A = typename Maths::Sum;
+    constexpr int N = tile_vectors, W = Simd<A>::W, L = N * W;
+    Tile<A, M> tile = {};
+    multiply<Maths, M>(k, row, sizeof(typename Maths::Number), q, count, tile);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
@@ -44,23 +73,13 @@ inline void score_keys(const A* k, i64 row, const A* q, i64 D, A scale, A* s) {
 
 // o[m][lane] = fade[lane] · o[m][lane] + Σ_j v[j][m] · p[j][lane] for M columns of V. The sum over these keys is begun
 // anew and then added: one chain of additions over all keys would lose a digit over some thousands of them.
-template <class A, int M>
-inline void mix_columns(const A* p, i64 keys, const A* v_data, i64 row, const Vec<A> (&fade)[tile_vectors], A* o) {
-    using V = Vec<A>;
+template <class Maths, int M>
+inline void mix_columns(const typename Maths::Number* p, i64 keys, const char* v_data, i64 row,
+                        const Vec<typename Maths::Sum> (&fade)[tile_vectors], typename Maths::Sum* o) {
+    using A = typename Maths::Sum;
     constexpr int N = tile_vectors, W = Simd<A>::W, L = N * W;
-    V tile[M][N] = {};
-#pragma GCC unroll 4
-    for (i64 j = 0; j < keys; ++j) {
-        V right[N];
-#pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) right[v] = load(p + j * L + v * W);
-#pragma GCC unroll 16
-        for (int m = 0; m < M; ++m) {
-            const V left = all(v_data[j * row + m]);
-#pragma GCC unroll 4
-            for (int v = 0; v < N; ++v) tile[m][v] += left * right[v];
-        }
-    }
+    Tile<A, M> tile = {};
+    multiply<Maths, M>(v_data, sizeof(typename Maths::Number), row, p, keys, tile);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
@@ -94,16 +113,24 @@ inline void tiles(i64 count, const F& f) {
     }
 }
 
-template <class A>
-inline void scores(const A* k, i64 row, i64 keys, const A* q, i64 D, A scale, A* s) {
-    constexpr int L = tile_vectors * Simd<A>::W;
-    tiles(keys, [=]<int M>(i64 first) { score_keys<A, M>(k + first * row, row, q, D, scale, s + first * L); });
+// All scores of some keys, and all columns of the values: rows of K and V are `row` bytes apart.
+template <class Maths>
+inline void scores(const void* k, i64 row, i64 keys, const typename Maths::Number* q, i64 count,
+                   typename Maths::Sum scale, typename Maths::Sum* s) {
+    constexpr int L = tile_vectors * Simd<typename Maths::Sum>::W;
+    const char* const start = static_cast<const char*>(k);
+    tiles(keys, [=]<int M>(i64 first) {
+        score_keys<Maths, M>(start + first * row, row, q, count, scale, s + first * L);
+    });
 }
 
-template <class A>
-inline void mix(const A* p, i64 keys, const A* v, i64 row, i64 E, const Vec<A> (&fade)[tile_vectors], A* o) {
-    constexpr int L = tile_vectors * Simd<A>::W;
-    tiles(E, [&]<int M>(i64 first) { mix_columns<A, M>(p, keys, v + first, row, fade, o + first * L); });
+template <class Maths>
+inline void mix(const typename Maths::Number* p, i64 keys, const void* v, i64 row, i64 E,
+                const Vec<typename Maths::Sum> (&fade)[tile_vectors], typename Maths::Sum* o) {
+    constexpr int L = tile_vectors * Simd<typename Maths::Sum>::W;
+    constexpr i64 item = sizeof(typename Maths::Number);
+    const char* const start = static_cast<const char*>(v);
+    tiles(E, [&]<int M>(i64 first) { mix_columns<Maths, M>(p, keys, start + first * item, row, fade, o + first * L); });
 }
 
 // The queries of a group as (D, L), so that a vector holds one coordinate of W rows; empty lanes are 0.
@@ -197,6 +224,7 @@ class Wide {
     using A = In;
     using Query = A;                         // what packed queries are made of
     static constexpr bool in_pairs = false;
+    static constexpr i64 item = sizeof(A);
 
     static i64 bytes(const Problem& p, i64 block) {
         return padded(block * p.D * sizeof(A)) + padded(block * p.E * sizeof(A));
@@ -223,11 +251,11 @@ class Wide {
     }
 
     void score(i64 j, i64 n, const Query* q, A* s) const {
-        scores(k_ + (j - start_) * k_row_, k_row_, n, q, p_.D, static_cast<A>(p_.scale), s);
+        scores<Plainly<A>>(k_ + (j - start_) * k_row_, k_row_ * item, n, q, p_.D, static_cast<A>(p_.scale), s);
     }
 
     void add(i64 j, i64 n, A* s, const Vec<A> (&fade)[tile_vectors], A* o) const {
-        mix(s, n, v_ + (j - start_) * v_row_, v_row_, p_.E, fade, o);
+        mix<Plainly<A>>(s, n, v_ + (j - start_) * v_row_, v_row_ * item, p_.E, fade, o);
     }
 
     bool values_finite() const { return finite(v_, v_row_, end_ - start_, p_.E); }

@@ -16,7 +16,7 @@ namespace regardant::REGARDANT_ISA {
 
 using i64 = std::int64_t;
 
-// What follows in registers: V, W numbers; I, W integers of the same size; MASK likewise, −1 for true.
+// What follows in registers: V, W numbers; I, W integers of the same size, which also are masks: −1 for true.
 template <class A>
 struct Simd;
 
@@ -90,18 +90,19 @@ inline unsigned bits(Ints<A> mask) {
     return set;
 }
 
-// e^x for x <= 0, or NaN. Where it is under 2^−126.5, as for −∞, exactly 0. Relative error under (3 + |x|/4) · 2^−24,
+// e^x for x <= 0, or NaN. Where it is under 2^−126.5, as for −∞, exactly 0. Relative error under (1.5 + |x|/4) · 2^−24,
 // most of it of the rounded log₂e; without fused multiplication |x| · 2^−24 more.
 inline Vec<float> exp_negative(Vec<float> x) {
     using V = Vec<float>;
     V z = larger(all(-88.029692f), x);                     // −127 · ln 2; in this order NaN stays
     V shifted = z * 1.44269504088896341f + 12582912.0f;    // 1.5 · 2^23: the nearest integer n, in the low bits
     V f = z * 1.44269504088896341f - (shifted - 12582912.0f);  // y − n, in [−½, ½], fused before y is rounded
-    V p = all(1.3264727e-3f);                              // 2^f: minimax of relative error, exact at 0
-    p = p * f + 9.671513e-3f;
-    p = p * f + 5.5507336e-2f;
-    p = p * f + 2.4022242e-1f;
-    p = p * f + 6.93147e-1f;
+    V p = all(1.5353362e-4f);                              // 2^f: minimax of relative error, exact at 0
+    p = p * f + 1.3398875e-3f;
+    p = p * f + 9.61843692e-3f;
+    p = p * f + 5.55033237e-2f;
+    p = p * f + 2.40226477e-1f;
+    p = p * f + 6.93147182e-1f;
     p = p * f + 1.0f;
     Ints<float> exponent = (((Ints<float>)shifted) << 23) + (127 << 23);
     return p * (V)exponent;
@@ -134,7 +135,6 @@ inline Vec<double> tanh_of(Vec<double> x) {
     for (int i = 0; i < Simd<double>::W; ++i) y[i] = __builtin_tanh(x[i]);
     return y;
 }
-
 
 // Two vectors taken together, lane by lane: a0 b0 a1 b1 … in `low` and then `high`.
 template <class A>

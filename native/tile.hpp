@@ -102,9 +102,9 @@ struct Group {
     using V = Vec<A>;
 
     i64 b;
-    int count = 0;                           // lanes in use; the others repeat the first and see nothing
+    int count = 0;                           // lanes in use; the others repeat the first, and are not written
     i64 head[L], query[L];
-    typename Simd<A>::Int low[L], high[L];   // scratch of `hide`: intervals relative to a tile
+    typename Simd<A>::Int low[L], high[L];   // scratch of `hide_outside`: intervals relative to a tile
     Interval keys[L];
     i64 first = 0, last = 0;                 // the keys that any lane sees
     i64 full_from = 0, full_to = 0;          // the keys that every lane sees

@@ -94,7 +94,7 @@ class Column {
         const i64 low = larger_of(from, g.first), high = smaller_of(to, g.last);
         if (low >= high || apart(p_, g, low, high - low)) return;
         pack_queries(p_, g, q_);
-        scores(k + (low - from) * row, row, high - low, q_, p_.D, static_cast<A>(p_.scale), s_);
+        scores<Plainly<A>>(k + (low - from) * row, row * static_cast<i64>(sizeof(A)), high - low, q_, p_.D, static_cast<A>(p_.scale), s_);
         const bool hides = apply_options(p_, g, low, high - low, s_);
         A* const run = run_ + (low - from) * L;
         Vec<A> mass[tile_vectors] = {};
@@ -165,7 +165,7 @@ bool weight_rows(const Problem& p, const Rows& rows, int threads) {
             if (apart(p, g, j, n)) continue;
             i64 row;
             const A* const k = keys.rows(j, j + n, row);
-            scores(k, row, n, q, p.D, static_cast<A>(p.scale), s);
+            scores<Plainly<A>>(k, row * static_cast<i64>(sizeof(A)), n, q, p.D, static_cast<A>(p.scale), s);
             const bool hides = apply_options(p, g, j, n, s);
             weigh(g, p, static_cast<const A*>(rows.lse), s, n, hides,
                   [&](i64 i, int v, Vec<A> w) { store<A>(s + i * L + v * W, w); });

@@ -564,6 +564,6 @@ def test_four_thousand_tokens_are_quick(browser, tmp_path):
         });"""
     times = [browser.execute_async_script(script, token) for token in (4000, 70, 2500, 1000, 3600, 4095, 500)]
     assert page.selected() == 500
-    # Not the slow ones: what else runs on the machine may hold up most of them.
-    assert sorted(times)[1] < 200
+    # The median: another process on the machine may hold up a few of them.
+    assert sorted(times)[3] < 200
     assert page.errors() == []
