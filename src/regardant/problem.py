@@ -45,6 +45,7 @@ class Problem:
         starts_B: first visible key per batch row. `lengths_B`: first invisible one after it.
         segments: document ids of queries (B, T) and keys (B, S), or None.
         mask_BHTS: boolean view, True = visible, or None. `bias_BHTS`: additive view, or None.
+        bias_sizes: the bias's own axes, filled up to four: 1 where `bias_BHTS` repeats it.
         alibi_H: slopes, or None. `sinks_H`: logits, or None. Both in the accumulation type.
         softcap: bound on the scores, or None. `scale`: factor on q·k.
     """
@@ -61,6 +62,7 @@ class Problem:
     segments: tuple[Array, Array] | None
     mask_BHTS: Array | None
     bias_BHTS: Array | None
+    bias_sizes: tuple[int, ...]
     alibi_H: Array | None
     softcap: float | None
     sinks_H: Array | None
@@ -81,17 +83,23 @@ class Problem:
     def head(self, h: int) -> Problem:
         """The problem of query head h alone, with the key/value head that it reads; views only."""
         _, H, G, *_ = self.sizes
-        g = h // (H // G)
-        one, kv = slice(h, h + 1), slice(g, g + 1)
+        return self._only(slice(h, h + 1), h // (H // G))
+
+    def group(self, g: int) -> Problem:
+        """The problem of key/value head g alone, with the query heads that read it; views only."""
+        _, H, G, *_ = self.sizes
+        return self._only(slice(g * (H // G), (g + 1) * (H // G)), g)
+
+    def _only(self, heads: slice, g: int) -> Problem:
         return dataclasses.replace(
             self,
-            q_BHTD=self.q_BHTD[:, one],
-            k_BGSD=self.k_BGSD[:, kv],
-            v_BGSE=self.v_BGSE[:, kv],
-            mask_BHTS=None if self.mask_BHTS is None else self.mask_BHTS[:, one],
-            bias_BHTS=None if self.bias_BHTS is None else self.bias_BHTS[:, one],
-            alibi_H=None if self.alibi_H is None else self.alibi_H[one],
-            sinks_H=None if self.sinks_H is None else self.sinks_H[one],
+            q_BHTD=self.q_BHTD[:, heads],
+            k_BGSD=self.k_BGSD[:, g : g + 1],
+            v_BGSE=self.v_BGSE[:, g : g + 1],
+            mask_BHTS=None if self.mask_BHTS is None else self.mask_BHTS[:, heads],
+            bias_BHTS=None if self.bias_BHTS is None else self.bias_BHTS[:, heads],
+            alibi_H=None if self.alibi_H is None else self.alibi_H[heads],
+            sinks_H=None if self.sinks_H is None else self.sinks_H[heads],
         )
 
     def restore(self, array: Array) -> Array:
@@ -144,6 +152,7 @@ def problem(
         segments=None if segments is None else _segments(op, segments, rank, (B, T), (B, S)),
         mask_BHTS=None if mask is None else _mask(op, mask, (B, H, T, S)),
         bias_BHTS=None if bias is None else _bias(op, bias, (B, H, T, S)),
+        bias_sizes=() if bias is None else (1,) * (4 - bias.ndim) + bias.shape,
         alibi_H=None if alibi is None else _per_head(op, "alibi", alibi, H, accumulator),
         softcap=None if softcap is None else _softcap(op, softcap),
         sinks_H=None if sinks is None else _per_head(op, "sinks", sinks, H, accumulator),
@@ -366,3 +375,53 @@ def watch(op: str, *, top: int, received: bool, pooled: tuple[int, int] | None) 
             integer(op, "pooled's key blocks", pooled[1], low=1),
         )
     return Watch(integer(op, "top", top, low=0), flag(op, "received", received), pooled)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arrived:
+    """What a backward pass has besides its `Problem`, checked and given four axes. Make it with `arrived`.
+
+    Attributes:
+        out_BHTE: what the forward pass gave. `lse_BHT`: likewise.
+        dout_BHTE: the gradient arriving at out. `dlse_BHT`: that at lse, or None for none.
+        bias_gradient: whether the bias's gradient is wanted.
+    """
+
+    out_BHTE: Array
+    lse_BHT: Array
+    dout_BHTE: Array
+    dlse_BHT: Array | None
+    bias_gradient: bool
+
+
+def arrived(
+    op: str, problem: Problem, *, out: Array, lse: Array, dout: Array, dlse: Array | None, bias_gradient: bool
+) -> Arrived:
+    """Check what the public function `op` was given to go backward from.
+
+    Raises:
+        TypeError, ValueError: as `problem`.
+    """
+    B, H, _, T, _, _, E = problem.sizes
+    given = {"out": (out, (B, H, T, E)), "lse": (lse, (B, H, T)), "dout": (dout, (B, H, T, E))}
+    if dlse is not None:
+        given["dlse"] = (dlse, (B, H, T))
+    full = {name: _given(op, problem, name, array, shape) for name, (array, shape) in given.items()}
+    wanted = flag(op, "bias_gradient", bias_gradient)
+    if wanted and problem.bias_BHTS is None:
+        raise ValueError(f"{op}: bias must be given for bias_gradient=True; got None")
+    return Arrived(full["out"], full["lse"], full["dout"], full.get("dlse"), wanted)
+
+
+def _given(op: str, problem: Problem, name: str, array: Array, full: tuple[int, ...]) -> Array:
+    """Check one array of the forward pass's results or their gradients, and give it all its axes."""
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{op}: {name} must be a NumPy array; got {kind(array)}")
+    q = problem.q_BHTD
+    wanted = problem.accumulator if len(full) == 3 else q.dtype  # lse and its gradient have three axes
+    if array.dtype != wanted:
+        raise TypeError(f"{op}: {name} must be {wanted} to go with q of {q.dtype}; got {array.dtype}")
+    shape = full[4 - problem.rank :]
+    if array.shape != shape:
+        raise ValueError(f"{op}: {name} must be {shape}, as attention gives it; got {array.shape}")
+    return array.reshape(full)
