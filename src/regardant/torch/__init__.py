@@ -16,6 +16,7 @@ import torch
 
 from regardant import problem as problems
 from regardant.looks import Look
+from regardant.torch import autograd as autograd  # registers what library's operators lack
 from regardant.torch import library
 from regardant.torch.options import Options, checked
 
