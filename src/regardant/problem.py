@@ -133,8 +133,11 @@ def problem(
         ValueError: a shape or a value that does not fit; both name the argument and what was expected.
     """
     rank = _check_tensors(op, q, k, v)
-    fill = (None,) * (4 - rank)
-    q_BHTD, k_BGSD, v_BGSE = (array[(*fill, ...)] for array in (q, k, v))
+    if rank == 4:
+        q_BHTD, k_BGSD, v_BGSE = q, k, v
+    else:
+        fill = (None,) * (4 - rank)
+        q_BHTD, k_BGSD, v_BGSE = q[fill], k[fill], v[fill]
     B, H, T, D = q_BHTD.shape
     S = k_BGSD.shape[2]
     accumulator = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
@@ -206,7 +209,7 @@ def check_shapes(op: str, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, 
 
 def _bounds(op: str, name: str, given: ArrayLike | None, B: int, S: int, *, default: int) -> Array:
     if given is None:
-        return np.full(B, default, np.int64)
+        return _same_bound(B, default)
     bounds = _integers(op, name, given)
     if bounds.shape != (B,):
         raise ValueError(f"{op}: {name} must be ({B},), one number per batch row; got {bounds.shape}")
@@ -214,6 +217,14 @@ def _bounds(op: str, name: str, given: ArrayLike | None, B: int, S: int, *, defa
     if outside.size:
         raise ValueError(f"{op}: {name} must lie between 0 and the {S} keys; got {outside[0]}")
     return bounds.astype(np.int64)
+
+
+@functools.lru_cache(maxsize=64)
+def _same_bound(B: int, bound: int) -> Array:
+    """One bound for every batch row; kept, because every layer of a decoding step asks for the same."""
+    bounds = np.full(B, bound, np.int64)
+    bounds.flags.writeable = False
+    return bounds
 
 
 def _segments(
