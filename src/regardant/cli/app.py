@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import regardant
-from regardant.cli import MISTAKE, complain, generate, look, models, terminal
+from regardant.cli import MISTAKE, complain, export, generate, look, models, terminal, train
 from regardant.lm.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ app = typer.Typer(
 )
 app.command("look")(look.look)
 app.command("generate")(generate.generate)
+app.command("train")(train.train)
+app.command("export")(export.export)
 app.command("models")(models.models)
 
 

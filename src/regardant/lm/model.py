@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -44,9 +45,11 @@ def forward(
     config: Config,
     *,
     starts_B: Array | None = None,
+    segments_BT: Array | None = None,
     cache: KVCache | None = None,
     attend: Attend | None = None,
     last: int | None = None,
+    call: Callable[..., Array] = lambda function, *arguments: function(*arguments),
 ) -> Array:
     """Run the model and return the residual stream after the final norm, (B, T, C) in the weights' type.
 
@@ -56,18 +59,24 @@ def forward(
         config: what the model is made of.
         starts_B: first real position in each row of a batch that is padded on the left. Positions are counted
             from it and keys before it are invisible; what comes out before it is finite and means nothing.
+        segments_BT: integer document ids of a batch whose rows are packed with documents; none sees another. Positions
+            run on through a row: rotary scores depend on differences of positions alone, so that beginning anew with
+            each document would change nothing but roundings. Learned positions do not allow it, and are refused.
         cache: the past. Every layer writes its new keys and values; it is the caller who advances it.
         attend: called as attend(layer, q_BHTD, k_BGSD, v_BGSD, causal=True, offset=..., window=..., starts=...)
-            for out_BHTD, with scale=... where the model has its own; by default regardant's `attention`.
+            for out_BHTD, with scale=... where the model has its own and segments=... where documents are packed; by
+            default regardant's `attention`.
         last: return only so many last positions of each row, (B, last, C), and leave out what the last layer would
             compute for the others: of SmolLM2's 30 layers 3 % of the time. None for all.
+        call: how each layer is run, as call(function, *arguments); torch's `checkpoint` forgets what it computed.
 
     Memory: some N·(C + F) numbers and what `attend` takes; nothing but the cache outlives the call.
 
     Raises:
         TypeError: ids that are not integers.
         ValueError: ids of another rank or outside the vocabulary; starts of another shape or outside the text;
-            more positions than the model has learned; a `last` outside the text.
+            segments of another shape, with a cache or with learned positions; more positions than the model has
+            learned; a `last` outside the text.
     """
     names = _names(config)
     embedding_VC = weights[names.embedding]
@@ -77,6 +86,8 @@ def forward(
     if last is not None and not 0 <= last <= T:
         raise ValueError(f"forward: last must lie between 0 and the {T} positions; got {last}")
     offset = 0 if cache is None else cache.length
+    if segments_BT is not None:
+        _check_segments(segments_BT, (B, T), config, cache)
     if starts_B is not None:
         starts_B = _checked_starts(starts_B, B, embedding_VC)
         # A row may begin beyond what the cache holds so far; until then it sees nothing.
@@ -89,12 +100,12 @@ def forward(
         x_NC = x_NC + learned_positions(positions_N, weights[names.positions])
     else:
         turn = rotary_tables(positions_N, config.rope, config.head_width, embedding_VC)
-    step = _Step((B, T), offset, starts_B, turn, cache, attend or _default_attend(embedding_VC))
+    step = _Step((B, T), offset, starts_B, segments_BT, turn, cache, attend or _default_attend(embedding_VC))
     ours = is_numpy_array(embedding_VC) and B * T > ROWS  # the threads are: see `by_rows`
     with one_thread() if ours else contextlib.nullcontext():
         for layer in range(config.layers):
             only = last if layer == config.layers - 1 else None
-            x_NC = transform(x_NC, layer, weights, config, step, last=only)
+            x_NC = call(transform, x_NC, layer, weights, config, step, only)
         (hidden_NC,) = by_rows(lambda x: (norm(x, weights, names.final_norm, config),), x_NC)
     return xp.reshape(hidden_NC, (B, T if last is None else last, config.width))
 
@@ -117,13 +128,14 @@ class _Step:
     shape: tuple[int, int]  # B, T
     offset: int
     starts_B: Array | None
+    segments_BT: Array | None
     turn: tuple[Array, ...]  # cosines and sines for each row, or nothing
     cache: KVCache | None
     attend: Attend
 
 
 def transform(
-    x_NC: Array, layer: int, weights: Weights, config: Config, step: _Step, *, last: int | None = None
+    x_NC: Array, layer: int, weights: Weights, config: Config, step: _Step, last: int | None = None
 ) -> Array:
     """Take the residual stream through one layer: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
@@ -152,14 +164,14 @@ def by_rows(compute: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[
     """Apply what treats every row for itself to `ROWS` rows at a time, and join what comes out.
 
     The intermediate arrays of so many rows stay in the processor's cache and reuse each other's memory; whole, the
-    system has to find and clear new pages for each of them, which takes longer than the arithmetic does. NumPy's
-    pieces are spread over the package's threads, so that elementwise work takes part; their cut does not depend on
-    how many there are.
+    system has to find and clear new pages for each of them, which takes longer than the arithmetic does. The pieces
+    are spread over the package's threads, so that elementwise work takes part; their cut does not depend on how many
+    there are. That is NumPy's: torch has threads and an allocator of its own, and each piece would be one more in its
+    graph of gradients.
     """
     N = arrays[0].shape[0]
-    if N <= ROWS:
+    if N <= ROWS or not is_numpy_array(arrays[0]):
         return compute(*arrays)
-    xp = array_namespace(arrays[0])
     firsts = range(0, N, ROWS)
     pieces: list[tuple[Array, ...]] = [()] * len(firsts)
 
@@ -167,9 +179,8 @@ def by_rows(compute: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[
         first = firsts[piece]
         pieces[piece] = compute(*(array[first : first + ROWS] for array in arrays))
 
-    # torch has threads of its own, and its graph of gradients is no place for ours.
-    each(work, range(len(firsts)), small=not is_numpy_array(arrays[0]))
-    return tuple(xp.concat(parts, axis=0) for parts in zip(*pieces, strict=True))
+    each(work, range(len(firsts)))
+    return tuple(np.concatenate(parts, axis=0) for parts in zip(*pieces, strict=True))
 
 
 def last_positions(array_NX: Array, shape: tuple[int, int], last: int) -> Array:
@@ -191,7 +202,9 @@ def mix(q_NHD: Array, k_NGD: Array, v_NGD: Array, layer: int, config: Config, st
     )
     if step.cache is not None:
         k_BGSD, v_BGSD = step.cache.write(layer, k_BGSD, v_BGSD)
-    options = {} if config.scales[layer] is None else {"scale": config.scales[layer]}
+    options: dict[str, Any] = {} if config.scales[layer] is None else {"scale": config.scales[layer]}
+    if step.segments_BT is not None:
+        options["segments"] = (step.segments_BT[:, T - queries :], step.segments_BT)
     out_BHTD = step.attend(
         layer,
         q_BHTD,
@@ -256,13 +269,15 @@ def project_all(
     whole = rows_of_one(matrices)
     if whole is None:
         return [project(x_NI, weights, name, config, bias=bias) for name in names]
-    y_NO = x_NI @ whole.T
-    parts, first = [], 0
-    for name, matrix in zip(names, matrices, strict=True):
-        part = y_NO[:, first : first + matrix.shape[0]]
-        parts.append(part + weights[name + ".bias"] if bias else part)
-        first += matrix.shape[0]
-    return parts
+    parts = side_by_side(x_NI @ whole.T, [matrix.shape[0] for matrix in matrices])
+    return [part + weights[name + ".bias"] if bias else part for name, part in zip(names, parts, strict=True)]
+
+
+def side_by_side(y_NO: Array, widths: list[int]) -> list[Array]:
+    """Views of so many columns each. torch's `split` has them joined in one go when gradients come back."""
+    if is_torch_array(y_NO):
+        return list(y_NO.split(widths, dim=1))
+    return [y_NO[:, last - width : last] for width, last in zip(widths, itertools.accumulate(widths), strict=True)]
 
 
 def norm(x_NC: Array, weights: Weights, name: str, config: Config) -> Array:
@@ -292,6 +307,8 @@ def layer_norm(x: Array, gain_C: Array, bias_C: Array, eps: float) -> Array:
 def silu(x: Array) -> Array:
     """Compute x · sigmoid(x) = x / (1 + e^(−x)) (Elfwing et al. 2017)."""
     xp = array_namespace(x)
+    if is_torch_array(x):  # one pass instead of five, and one backward
+        return xp.nn.functional.silu(x)
     wide = _at_least_float32(x, xp)
     # e^88 is near the top of float32; beyond it the result is 0 to any precision.
     return _back(wide / (1 + xp.exp(xp.minimum(-wide, 88.0))), x)
@@ -312,7 +329,10 @@ def rotate(x_NHD: Array, cos_N1D: Array, sin_N1D: Array) -> Array:
     xp = array_namespace(x_NHD)
     wide = _at_least_float32(x_NHD, xp)
     half = x_NHD.shape[-1] // 2
-    other = xp.concat([wide[..., half:], wide[..., :half]], axis=-1)
+    if is_torch_array(x_NHD):  # the same, with a shorter way back for gradients; NumPy's is slow to begin
+        other = xp.roll(wide, half, axis=-1)
+    else:
+        other = xp.concat([wide[..., half:], wide[..., :half]], axis=-1)
     return _back(wide * cos_N1D + other * sin_N1D, x_NHD)
 
 
@@ -492,6 +512,16 @@ def _checked_starts(starts_B: Array, B: int, like: Array) -> Array:
     if not xp.isdtype(starts_B.dtype, "integral"):
         raise TypeError(f"forward: starts must be integers; got {starts_B.dtype}")
     return starts_B
+
+
+def _check_segments(
+    segments_BT: Array, shape: tuple[int, int], config: Config, cache: KVCache | None
+) -> None:
+    if tuple(segments_BT.shape) != shape:
+        raise ValueError(f"forward: segments must be {shape}, one a token; got {tuple(segments_BT.shape)}")
+    if cache is not None or config.rope is None:
+        what = "a cache" if cache is not None else "learned positions"
+        raise ValueError(f"forward: segments cannot be combined with {what}: give each document a row of its own")
 
 
 def _default_attend(like: Array) -> Attend:

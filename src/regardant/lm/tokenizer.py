@@ -309,6 +309,51 @@ def _template(source: str) -> Any:  # a jinja2.Template
 # ------------------------------------------------------------------------------------------ kinds of vocabulary
 
 
+def cut_name(path: Path) -> str:
+    """GGUF's name for the way in which a `tokenizer.json` cuts text before merging.
+
+    Raises:
+        LoadError: it has none that is known here.
+    """
+    stored = read_json(path)
+    for name in dict.fromkeys({way: name for name, way in reversed(_PRE_TOKENIZERS.items())}.values()):
+        way = _PRE_TOKENIZERS[name]
+        if _same_cut(stored, way):
+            return name
+    raise LoadError(
+        f"{path}: cuts text before merging in a way that GGUF has no name for here; "
+        f"known are {', '.join(_PRE_TOKENIZERS)}"
+    )
+
+
+def _same_cut(stored: Mapping[str, Any], way: str) -> bool:
+    made, normal = _cut(way)
+    ours, theirs = (json.loads(made.__getstate__()), stored.get("pre_tokenizer"))
+    normalizer = stored.get("normalizer")
+    same_model = stored.get("model", {}).get("type") == "BPE"
+    same_merges = bool(stored.get("model", {}).get("ignore_merges")) == (way == "llama3")
+    return same_model and same_merges and _plain(ours) == _plain(theirs) and (normalizer is None) == (normal is None)
+
+
+def _plain(cut: Any) -> Any:
+    """A pre-tokenizer as JSON, without what moves offsets alone."""
+    if isinstance(cut, dict):
+        return {key: _plain(value) for key, value in cut.items() if key != "trim_offsets"}
+    return [_plain(value) for value in cut] if isinstance(cut, list) else cut
+
+
+def _cut(way: str) -> tuple[Any, Any]:
+    """How text is cut before merging, and what it is normalised by first, or None."""
+    from tokenizers import normalizers, pre_tokenizers
+
+    if way == "smollm":
+        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        return pre_tokenizers.Sequence(steps), None
+    if way == "gpt-2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False), None
+    return _split(_LLAMA3 if way == "llama3" else _QWEN2), normalizers.NFC() if way == "qwen2" else None
+
+
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
     """Tell how tokens spell bytes: in GPT-2's letters (True) or as SentencePiece does (False)."""
     from tokenizers import decoders, models
@@ -368,7 +413,7 @@ def _list(fields: Mapping[str, Any], name: str, kind: type, length: int | None =
 
 def _byte_level_from_gguf(fields: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
     from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
+    from tokenizers import decoders, models
 
     name = fields.get("pre")
     if name is None:
@@ -383,18 +428,9 @@ def _byte_level_from_gguf(fields: Mapping[str, Any]) -> tuple[tokenizers.Tokeniz
     vocabulary = {token: index for index, token in enumerate(fields["tokens"])}
     # Llama 3 takes a word that is in the vocabulary whole, whatever its merges would make of it.
     backend = Backend(models.BPE(vocabulary, _merges(fields, vocabulary), ignore_merges=way == "llama3"))
-    cut: pre_tokenizers.PreTokenizer
-    if way == "smollm":
-        cut = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    elif way == "gpt-2":
-        cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        cut = _split(_LLAMA3 if way == "llama3" else _QWEN2)
-    backend.pre_tokenizer = cut
-    if way == "qwen2":
-        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer, normalizer = _cut(way)
+    if normalizer is not None:
+        backend.normalizer = normalizer
     backend.decoder = decoders.ByteLevel()
     return backend, way == "llama3"
 

@@ -84,16 +84,22 @@ def room(shapes: Mapping[str, Shape], dtype: np.dtype[Any]) -> Weights:
     for name, shape in shapes.items():
         if name in arrays:
             continue
-        group = next((group for group in _TOGETHER if name.endswith(group)), ())
-        stem = next((name.removesuffix(part) for part in group if name.endswith(part)), "")
-        names = [stem + part for part in group]
-        if group and all(other in shapes for other in names):
-            edges = np.cumsum([0, *(shapes[other][0] for other in names)])
-            whole = np.empty((edges[-1], shape[1]), dtype)
-            arrays |= {other: whole[edges[i] : edges[i + 1]] for i, other in enumerate(names)}
+        names = together(name, shapes)
+        edges = np.cumsum([0, *(shapes[other][0] for other in names)])
+        whole = np.empty((edges[-1], *shape[1:]), dtype)
+        if len(names) == 1:
+            arrays[name] = whole
         else:
-            arrays[name] = np.empty(shape, dtype)
+            arrays |= {other: whole[edges[i] : edges[i + 1]] for i, other in enumerate(names)}
     return arrays
+
+
+def together(name: str, shapes: Mapping[str, Shape]) -> list[str]:
+    """The names of the tensors that are to lie in one array with this one, in order; itself where there is no other."""
+    group = next((group for group in _TOGETHER if name.endswith(group)), ())
+    stem = next((name.removesuffix(part) for part in group if name.endswith(part)), "")
+    names = [stem + part for part in group]
+    return names if group and all(other in shapes for other in names) else [name]
 
 
 def _text(shape: Iterable[int]) -> str:
