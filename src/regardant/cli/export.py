@@ -24,7 +24,7 @@ def export(
 ) -> None:
     """Write a model for other programs.
 
-        regardant export run --gguf run.gguf
+    regardant export run --gguf run.gguf
     """
     from regardant.lm import export as writing
 

@@ -29,17 +29,21 @@ if TYPE_CHECKING:
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
-def train(  # noqa: D417 - each option says for itself what it is
+def train(
     more: Annotated[
         list[str] | None,
-        typer.Argument(metavar="TEXT…", help="More texts, as a shell's pattern gives them.", show_default=False),
+        typer.Argument(
+            metavar="TEXT…", help="More texts, as a shell's pattern gives them.", show_default=False
+        ),
     ] = None,
     *,
     data: Annotated[
         list[str] | None,
         typer.Option("--data", metavar="TEXT", help="A UTF-8 file, a folder of .txt files, or a pattern."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="RUN", help="The folder that the run is kept in.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="The folder that the run is kept in.")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint, where there is one.")
     ] = False,
@@ -63,15 +67,21 @@ def train(  # noqa: D417 - each option says for itself what it is
     context: Annotated[int | None, typer.Option(metavar="N", help="Tokens of a row.")] = None,
     window: Annotated[int | None, typer.Option(metavar="N", help="Keys a query reaches back over.")] = None,
     qk_norm: Annotated[bool | None, typer.Option("--qk-norm", help="Norm queries and keys.")] = None,
-    vocab_size: Annotated[int | None, typer.Option(metavar="N", help="Tokens of the tokenizer: 4096.")] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of the tokenizer: 4096.")
+    ] = None,
     batch: Annotated[int | None, typer.Option(metavar="N", help="Rows at a time.")] = None,
     accumulate: Annotated[int | None, typer.Option(metavar="N", help="Batches of one step: 1.")] = None,
     steps: Annotated[int | None, typer.Option(metavar="N", help="Steps in all: 1000.")] = None,
     lr: Annotated[float | None, typer.Option(metavar="X", help="The highest learning rate.")] = None,
-    schedule: Annotated[str | None, typer.Option(metavar="NAME", help="cosine (the default) or trapezoid.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cosine (the default) or trapezoid.")
+    ] = None,
     warmup: Annotated[int | None, typer.Option(metavar="N", help="Steps of linear rise.")] = None,
     weight_decay: Annotated[float | None, typer.Option(metavar="X", help="On matrices only: 0.1.")] = None,
-    clip: Annotated[float | None, typer.Option(metavar="X", help="The longest gradient: 1; 0 for any.")] = None,
+    clip: Annotated[
+        float | None, typer.Option(metavar="X", help="The longest gradient: 1; 0 for any.")
+    ] = None,
     beta2: Annotated[float | None, typer.Option(metavar="X", help="AdamW's second average: 0.95.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Of weights and order: 0.")] = None,
     valid_share: Annotated[
@@ -80,18 +90,28 @@ def train(  # noqa: D417 - each option says for itself what it is
     repeats: Annotated[
         float | None, typer.Option(metavar="X", help="Rows of repeated random tokens instead of text: 0.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="float32 (the default) or bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, or cuda where there is one.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="float32 (the default) or bfloat16.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cpu, or cuda where there is one.")
+    ] = None,
     recompute: Annotated[
         bool | None, typer.Option("--recompute", help="Compute activations again instead of keeping them.")
     ] = None,
     compile_: Annotated[
         bool | None, typer.Option("--compile", help="Have torch compile the model; takes a C++ compiler.")
     ] = None,
-    eval_every: Annotated[int | None, typer.Option(metavar="N", help="Steps between validations: 100.")] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(metavar="N", help="Steps between validations: 100.")
+    ] = None,
     eval_rows: Annotated[int | None, typer.Option(metavar="N", help="Rows of each: 64.")] = None,
-    heads_every: Annotated[int | None, typer.Option(metavar="N", help="Steps between looks at heads: 200.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(metavar="N", help="Steps between checkpoints: 100.")] = None,
+    heads_every: Annotated[
+        int | None, typer.Option(metavar="N", help="Between looks at heads.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(metavar="N", help="Between checkpoints.")
+    ] = None,
     keep: Annotated[int | None, typer.Option(metavar="N", help="Checkpoints that stay: 2.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON at the end.")] = False,
 ) -> None:
@@ -127,7 +147,9 @@ def train(  # noqa: D417 - each option says for itself what it is
 
 def _require_torch() -> None:
     if importlib.util.find_spec("torch") is None:
-        raise UserError("training takes torch, which is not installed: python -m pip install 'regardant[lm,torch]'")
+        raise UserError(
+            "training takes torch, which is not installed: python -m pip install 'regardant[lm,torch]'"
+        )
 
 
 def _check_device(name: str) -> None:
@@ -202,7 +224,7 @@ def _shown(report: Callable[..., None], *, quiet: bool) -> Callable[[Progress], 
     """A bar where a person looks on; else a line for each validation."""
 
     def show(now: Progress) -> None:
-        valid = "" if now.valid_loss is None else f", validation {now.valid_loss:.3f}"
+        valid = "" if now.valid is None else f", validation {now.valid[0]:.3f}"
         line = f"loss {now.loss:.3f}{valid}, {now.tokens_per_s:,.0f} tokens/s"
         report(now.step, now.steps, line)
         if now.measured and not quiet:

@@ -1,10 +1,11 @@
 """A loaded model written for other programs: one GGUF file, or a Hugging Face folder in another type.
 
-Matrices are written in the type asked for, gains and biases as float32. In GGUF the rows of Llama's query and key
-projections stand in pairs (2i, 2i + 1), as llama.cpp's rotary kernel wants them, and the vocabulary with its merges is
-in the file. Files are whole or not there. Refused: GPT-2, which GGUF here does not cover; a model that was not read
-from a folder, whose tokenizer cannot be handed on; a tokenizer whose way of cutting text GGUF has no name for; a
-folder that is not empty.
+GGUF files hold matrices in the type asked for, gains and biases as float32; the rows of Llama's query and key
+projections stand in pairs (2i, 2i + 1), as llama.cpp's rotary kernel wants them; vocabulary and merges are inside.
+Files are whole or not there.
+
+Refused: GPT-2 and Llama with a window, which GGUF does not cover; a model that was not read from a folder, whose
+tokenizer cannot be handed on; a tokenizer whose way of cutting text GGUF has no name for; a folder that is not empty.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,13 +26,20 @@ from regardant.lm.tokenizer import cut_name
 from regardant.lm.writing import reason, replacing
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
     from regardant.lm.config import Config
     from regardant.lm.language_model import LanguageModel
 
 TYPES = ("float32", "float16", "bfloat16")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+)
 _NORMAL, _CONTROL = 1, 3  # GGUF's tokenizer.ggml.token_type
 
 
@@ -63,9 +70,15 @@ def write_gguf(model: LanguageModel, path: Path, dtype: str = "float32") -> Path
         _add_config(writer, model)
         _add_vocabulary(writer, vocabulary)
         for name, tensor in model.weights.items():
-            weight = _paired(name, np.asarray(tensor), model.config) if architecture == "llama" else np.asarray(tensor)
+            weight = (
+                _paired(name, np.asarray(tensor), model.config)
+                if architecture == "llama"
+                else np.asarray(tensor)
+            )
             kind = getattr(gguf.GGMLQuantizationType, _GGUF_TYPES[dtype] if weight.ndim > 1 else "F32")
-            writer.add_tensor(_gguf_name(name), gguf.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
+            writer.add_tensor(
+                _gguf_name(name), gguf.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind
+            )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -98,7 +111,9 @@ def write_folder(model: LanguageModel, folder: Path, dtype: str = "float32") -> 
         for name in _TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-        tensors = {name: np.ascontiguousarray(np.asarray(t), dtype=wanted) for name, t in model.weights.items()}
+        tensors = {
+            name: np.ascontiguousarray(np.asarray(t), dtype=wanted) for name, t in model.weights.items()
+        }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     except OSError as error:
         raise UserError(f"cannot write {folder}: {reason(error)}") from None
@@ -109,15 +124,21 @@ def write_folder(model: LanguageModel, folder: Path, dtype: str = "float32") -> 
 
 def _source(model: LanguageModel) -> Path:
     if model.source is None or not os.path.isdir(model.source):  # noqa: PTH112 - as in `load`
-        raise UserError(f"{model.name}: only a model folder can be exported, its tokenizer is needed as a file")
+        raise UserError(
+            f"{model.name}: only a model folder can be exported, its tokenizer is needed as a file"
+        )
     return model.source
 
 
 def _architecture(config: Config) -> str:
     if config.family == "gpt2":
-        raise UserError("a GPT-2 model cannot be exported as GGUF: the architectures are llama, qwen2 and qwen3")
+        raise UserError(
+            "a GPT-2 model cannot be exported as GGUF: the architectures are llama, qwen2 and qwen3"
+        )
     if config.family == "llama" and any(window is not None for window in config.windows):
-        raise UserError("a Llama model with a window cannot be exported as GGUF: its readers would leave it out")
+        raise UserError(
+            "a Llama model with a window cannot be exported as GGUF: its readers would leave it out"
+        )
     return config.family
 
 

@@ -72,6 +72,9 @@ NAMED = {
     )
 }
 
+# Models that come with the package, as Hugging Face folders inside it, and what they are.
+BUNDLED = {"tiny": "trained by recipes/tiny.sh on Shakespeare, Austen, Melville and the presidents"}
+
 _TEMPORARY = ".fetching-"
 _POLL_SECONDS = 0.1
 _BLOCK = 1 << 20
@@ -138,6 +141,21 @@ def _user_caches() -> Path:
 
 
 # ---------------------------------------------------------------------------------------------- named models
+
+
+def bundled_model(name: str) -> Path:
+    """Give the folder of a model that comes with the package.
+
+    Raises:
+        FetchError: this installation does not have it.
+    """
+    folder = Path(__file__).parent.parent / "models" / name
+    if not (folder / "config.json").is_file():
+        raise FetchError(
+            f"{name}: this installation does not hold the model; install a released wheel, "
+            f"or train it with recipes/{name}.sh and give the run folder"
+        )
+    return folder
 
 
 def named_model(name: str, progress: Progress | None = None) -> Path:
@@ -404,7 +422,14 @@ def _is_complete(folder: Path) -> bool:
 
 def models() -> list[ModelEntry]:
     """List the named models, and what the local Hugging Face cache holds of the families that can be loaded."""
-    return [_entry(model) for model in NAMED.values()] + list(_hub_entries())
+    return [*_bundled_entries(), *(_entry(model) for model in NAMED.values()), *_hub_entries()]
+
+
+def _bundled_entries() -> Iterator[ModelEntry]:
+    for name, what in BUNDLED.items():
+        with contextlib.suppress(FetchError):
+            folder = bundled_model(name)
+            yield ModelEntry(name, what, folder, sum(file.stat().st_size for file in folder.iterdir()))
 
 
 def _entry(model: NamedModel) -> ModelEntry:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from regardant.lm import weights as shared
 from regardant.lm.errors import LoadError
-from regardant.lm.fetch import NAMED, ModelEntry, hub_model, models, named_model
+from regardant.lm.fetch import BUNDLED, NAMED, ModelEntry, bundled_model, hub_model, models, named_model
 
 if TYPE_CHECKING:
     from regardant.lm.language_model import LanguageModel
@@ -32,7 +32,7 @@ def load(
     """Load a language model.
 
     Args:
-        name_or_path: a named model ("smollm2"), a folder as Hugging Face lays it out (config.json, safetensors,
+        name_or_path: a named model ("tiny", "smollm2"), a folder as Hugging Face lays it out (config.json, safetensors,
             tokenizer.json), a .gguf file, or a name on the Hugging Face hub ("HuggingFaceTB/SmolLM2-135M").
         dtype: "float32" or "float64", what weights of other types are widened to.
         progress: called with (bytes done, bytes in all or 0, what is being done), at most every megabyte.
@@ -57,6 +57,8 @@ def _load(name: str, dtype: Any, progress: Progress | None) -> LanguageModel:
         return _from_folder(path, path.resolve().name, dtype, progress)
     if os.path.isfile(path):  # noqa: PTH113 - likewise
         return _from_file(path, dtype, progress)
+    if name in BUNDLED:
+        return _from_folder(bundled_model(name), name, dtype, progress)
     if name in NAMED:
         return _from_gguf(named_model(name, progress), name, dtype, progress)
     _refuse_missing_path(path, name)
@@ -72,11 +74,11 @@ def _refuse_missing_path(path: Path, name: str) -> None:
         return
     if "/" in name or os.sep in name or path.suffix in {".gguf", ".safetensors"}:
         raise LoadError(f"{path}: there is no such folder or file")
-    near = difflib.get_close_matches(name, NAMED, n=1)
+    near = difflib.get_close_matches(name, [*BUNDLED, *NAMED], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise LoadError(
         f"model {name!r:.80} is not known, and there is no folder or file of that name; known are "
-        f"{', '.join(NAMED)}, a model folder, a .gguf file, or a hub name like HuggingFaceTB/SmolLM2-135M{hint}"
+        f"{', '.join([*BUNDLED, *NAMED])}, a model folder, a .gguf file, or a hub name like HuggingFaceTB/SmolLM2-135M{hint}"
     )
 
 

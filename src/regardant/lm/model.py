@@ -59,9 +59,9 @@ def forward(
         config: what the model is made of.
         starts_B: first real position in each row of a batch that is padded on the left. Positions are counted
             from it and keys before it are invisible; what comes out before it is finite and means nothing.
-        segments_BT: integer document ids of a batch whose rows are packed with documents; none sees another. Positions
-            run on through a row: rotary scores depend on differences of positions alone, so that beginning anew with
-            each document would change nothing but roundings. Learned positions do not allow it, and are refused.
+        segments_BT: integer document ids, of rows that are packed with documents; none sees another. Positions run
+            on through a row: rotary scores depend on differences of positions alone, so that to begin anew with each
+            document would change nothing but roundings. Learned positions do not allow it, and are refused.
         cache: the past. Every layer writes its new keys and values; it is the caller who advances it.
         attend: called as attend(layer, q_BHTD, k_BGSD, v_BGSD, causal=True, offset=..., window=..., starts=...)
             for out_BHTD, with scale=... where the model has its own and segments=... where documents are packed; by
@@ -277,7 +277,9 @@ def side_by_side(y_NO: Array, widths: list[int]) -> list[Array]:
     """Views of so many columns each. torch's `split` has them joined in one go when gradients come back."""
     if is_torch_array(y_NO):
         return list(y_NO.split(widths, dim=1))
-    return [y_NO[:, last - width : last] for width, last in zip(widths, itertools.accumulate(widths), strict=True)]
+    return [
+        y_NO[:, last - width : last] for width, last in zip(widths, itertools.accumulate(widths), strict=True)
+    ]
 
 
 def norm(x_NC: Array, weights: Weights, name: str, config: Config) -> Array:
@@ -521,7 +523,9 @@ def _check_segments(
         raise ValueError(f"forward: segments must be {shape}, one a token; got {tuple(segments_BT.shape)}")
     if cache is not None or config.rope is None:
         what = "a cache" if cache is not None else "learned positions"
-        raise ValueError(f"forward: segments cannot be combined with {what}: give each document a row of its own")
+        raise ValueError(
+            f"forward: segments cannot be combined with {what}: give each document a row of its own"
+        )
 
 
 def _default_attend(like: Array) -> Attend:

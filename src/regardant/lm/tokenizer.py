@@ -332,7 +332,12 @@ def _same_cut(stored: Mapping[str, Any], way: str) -> bool:
     normalizer = stored.get("normalizer")
     same_model = stored.get("model", {}).get("type") == "BPE"
     same_merges = bool(stored.get("model", {}).get("ignore_merges")) == (way == "llama3")
-    return same_model and same_merges and _plain(ours) == _plain(theirs) and (normalizer is None) == (normal is None)
+    return (
+        same_model
+        and same_merges
+        and _plain(ours) == _plain(theirs)
+        and (normalizer is None) == (normal is None)
+    )
 
 
 def _plain(cut: Any) -> Any:
@@ -347,7 +352,10 @@ def _cut(way: str) -> tuple[Any, Any]:
     from tokenizers import normalizers, pre_tokenizers
 
     if way == "smollm":
-        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        steps = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
         return pre_tokenizers.Sequence(steps), None
     if way == "gpt-2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False), None

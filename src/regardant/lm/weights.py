@@ -95,7 +95,7 @@ def room(shapes: Mapping[str, Shape], dtype: np.dtype[Any]) -> Weights:
 
 
 def together(name: str, shapes: Mapping[str, Shape]) -> list[str]:
-    """The names of the tensors that are to lie in one array with this one, in order; itself where there is no other."""
+    """Give the names of the tensors that lie in one array with this one, in order: itself among others, or alone."""
     group = next((group for group in _TOGETHER if name.endswith(group)), ())
     stem = next((name.removesuffix(part) for part in group if name.endswith(part)), "")
     names = [stem + part for part in group]

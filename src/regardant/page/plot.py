@@ -1,7 +1,7 @@
 """Plots of lines as SVG, drawn here: plain data in, a string for a page out, no script and no network.
 
 Points of a line are thinned to what a screen can show: of the points in a column of pixels, the lowest and the
-highest stay, so that no spike is lost. Refused: lines whose two lists differ in length. What is not finite is left out.
+highest stay, so that no spike is lost. What is not finite is left out. Refused: lines whose lists differ in length.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def lines(title: str, drawn: Sequence[Line], x_name: str, y_name: str) -> str:
     for tick in x_axis.ticks():
         x = x_axis.at(tick)
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">{tick:g}</text>')
-    parts.append(f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{html.escape(x_name)}</text>')
+    parts.append(
+        f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{html.escape(x_name)}</text>'
+    )
     parts.append(f'<text x="4" y="{HEIGHT - 4}">{html.escape(y_name)}</text>')
     for line, line_points in zip(drawn, points, strict=True):
         parts.append(_path(line, line_points, x_axis, y_axis))
@@ -73,7 +75,9 @@ def legend(drawn: Sequence[tuple[str, str]]) -> str:
 
 def _finite(line: Line) -> Iterator[tuple[float, float]]:
     if len(line.x) != len(line.y):
-        raise ValueError(f"plot: x and y of {line.name!r} must be of one length; got {len(line.x)} and {len(line.y)}")
+        raise ValueError(
+            f"plot: x and y of {line.name!r} must be of one length; got {len(line.x)} and {len(line.y)}"
+        )
     for x, y in zip(line.x, line.y, strict=True):
         if math.isfinite(x) and math.isfinite(y):
             yield x, y
@@ -100,7 +104,7 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     for column in columns.values():
         ends = {0, len(column) - 1}
         for best in (min, max):
-            ends.add(best(range(len(column)), key=lambda i: column[i][1]))  # noqa: B023 - used at once
+            ends.add(best(range(len(column)), key=lambda i: column[i][1]))
         kept += [column[i] for i in sorted(ends)]
     return kept
 

@@ -1,1 +1,1 @@
-"""Training: text in, a run folder out that transformers and `regardant.load` read, and that goes on where it stopped."""
+"""Training: text in; out comes a run folder that transformers and `regardant.load` read, and that can go on."""

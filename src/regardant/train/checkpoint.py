@@ -23,7 +23,6 @@ import os
 import secrets
 import shutil
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +32,7 @@ from regardant.lm.writing import reason
 from regardant.train.texts import fingerprint
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from collections.abc import Iterator
 
     from regardant.train.parameters import Parameters
@@ -177,9 +177,13 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
     try:  # copies, because parts of one leaf share their memory, which the package refuses
-        save_file({name: t.detach().cpu().clone() for name, t in tensors.items()}, path, metadata={"format": "pt"})
+        save_file(
+            {name: t.detach().cpu().clone() for name, t in tensors.items()}, path, metadata={"format": "pt"}
+        )
     except SafetensorError as error:
-        raise OSError(None, f"{error}".rpartition("I/O error: ")[2].rpartition(" (os error")[0] or str(error)) from error
+        raise OSError(
+            None, f"{error}".rpartition("I/O error: ")[2].rpartition(" (os error")[0] or str(error)
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------------- files

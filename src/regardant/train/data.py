@@ -17,7 +17,6 @@ import dataclasses
 import hashlib
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from regardant.lm.errors import UserError
 from regardant.train import texts
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray

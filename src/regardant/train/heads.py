@@ -47,7 +47,7 @@ class Probe:
     @property
     def period(self) -> int:
         """After how many tokens a random one comes again."""
-        return (self.repeated_BT.shape[1] - self.lead) // 2
+        return int(self.repeated_BT.shape[1] - self.lead) // 2
 
 
 def probe(
@@ -82,7 +82,7 @@ class _Watcher:
     def __call__(
         self, _layer: int, q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        seen = regardant.torch.look(q_BHTD, k_BGSD, v_BGSD, top=1, **options)
+        seen: Any = regardant.torch.look(q_BHTD, k_BGSD, v_BGSD, top=1, **options)
         T = q_BHTD.shape[2]
         if self.previous:
             self._keep("entropy", seen.entropy.double().mean(dim=(0, 2)))
@@ -110,4 +110,5 @@ class _Watcher:
             at_BHn1 = at.to(rows_BHnS.device)[None, None, :, None].expand(*rows_BHnS.shape[:2], -1, 1)
             total_H = total_H + rows_BHnS.gather(3, at_BHn1).double().sum(dim=(0, 2, 3))
         count = len(queries) * seen.out.shape[0]
-        return total_H / count  # type: ignore[no-any-return]
+        mean_H: torch.Tensor = total_H / count
+        return mean_H

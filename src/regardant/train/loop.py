@@ -1,7 +1,7 @@
 """The loop: a batch, its loss and gradients, an update; and at intervals a validation, the heads, a checkpoint.
 
-A step is a function of the parameters, the optimiser's state and the number of the step, and of nothing else: so a run
-that goes on from a checkpoint has, on the same machine, the very losses that it would have had.
+A step is a function of the parameters, the optimiser's state and the number of the step, and of nothing else: so a
+run that goes on from a checkpoint has, on the same machine, the very losses that it would have had.
 
 Refused: a loss or a gradient that is not finite. It stops the run before it reaches the weights.
 
@@ -36,13 +36,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What a step came to, for whoever shows it."""
+    """What a step came to, for whoever shows it; `valid` is the last validation, nats a label and nats a byte."""
 
     step: int
     steps: int
     loss: float
-    valid_loss: float | None
-    valid_nats_per_byte: float | None
+    valid: tuple[float, float] | None
     tokens_per_s: float
     seconds_left: float
     measured: bool
@@ -53,7 +52,8 @@ def batch_loss(
 ) -> torch.Tensor:
     """The sum of the losses of a batch's labels, in nats. Memory: see `cross_entropy` and `lm.model.forward`."""
     ids_BT, segments_BT, labels_BT = (
-        torch.from_numpy(array).to(chosen.device) for array in (batch.ids_BT, batch.segments_BT, batch.labels_BT)
+        torch.from_numpy(array).to(chosen.device)
+        for array in (batch.ids_BT, batch.segments_BT, batch.labels_BT)
     )
     call: Any = (
         {"call": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)}
@@ -149,9 +149,7 @@ def per_byte(loss: float, tokens: Tokens) -> float:
     return loss * len(tokens) / max(1, tokens.bytes)
 
 
-def train(
-    training: Training, stop: Callable[[], bool], show: Callable[[Progress], None]
-) -> dict[str, Any]:
+def train(training: Training, stop: Callable[[], bool], show: Callable[[Progress], None]) -> dict[str, Any]:
     """Train to the last step, or until `stop` says so between two steps, and give the numbers of the final report.
 
     Raises:
@@ -160,7 +158,7 @@ def train(
     chosen = training.chosen
     probe = _probe(training)
     before, began, valid = training.seconds, time.monotonic(), None
-    if training.step == 0:
+    if not checkpoint.folders(training.folder):
         valid = _measure(training, probe, every=None)
         training.save()
     while training.step < chosen.steps and not stop():
@@ -168,7 +166,9 @@ def train(
         try:
             loss, length = update(training)
         except DivergedError as error:
-            raise UserError(f"{error}; {_last_good(training)}; a lower --lr or a longer --warmup may help") from None
+            raise UserError(
+                f"{error}; {_last_good(training)}; a lower --lr or a longer --warmup may help"
+            ) from None
         now = time.monotonic()
         training.seconds = before + now - began
         speed = chosen.tokens_a_step / max(now - since, 1e-9)
@@ -191,7 +191,9 @@ def train(
             report.write(training.folder)
         left = (chosen.steps - training.step) * chosen.tokens_a_step / speed
         show(
-            Progress(training.step, chosen.steps, loss, *(valid or (None, None)), speed, left, measured is not None)
+            Progress(
+                training.step, chosen.steps, loss, valid, speed, left, measured is not None
+            )
         )
     training.save()
     return _outcome(training)
@@ -210,7 +212,11 @@ def _probe(training: Training) -> heads.Probe:
     width = int(min(T, lengths.max()))
     firsts = tokens.starts_D[lengths >= width][: heads.ROWS]
     return heads.probe(
-        tokens.rows(firsts, width).ids_BT, training.feed.vocabulary, training.begin_token, T, training.chosen.seed
+        tokens.rows(firsts, width).ids_BT,
+        training.feed.vocabulary,
+        training.begin_token,
+        T,
+        training.chosen.seed,
     )
 
 

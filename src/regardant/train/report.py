@@ -31,11 +31,12 @@ _TITLES = {
 }
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 760px; margin: 2em auto; padding: 0 1em; color: #222;
-       background: #fff }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 760px; margin: 2em auto; padding: 0 1em }
+body { color: #222; background: #fff }
 svg { width: 100%; height: auto } svg text { font-size: 11px; fill: #555 }
 .grid { stroke: #ddd } svg.key { width: 10px; height: 10px } .legend span { margin-right: 1em; white-space: nowrap }
-table { border-collapse: collapse } td, th { padding: .1em .8em; text-align: right } td:first-child { text-align: left }
+table { border-collapse: collapse } td, th { padding: .1em .8em; text-align: right }
+td:first-child { text-align: left }
 polyline:hover { stroke-width: 4 }
 """
 
@@ -62,10 +63,16 @@ def summary(run: Path) -> dict[str, Any]:
     if heads is not None:
         for name in ("induction", "previous"):
             ranked = sorted(
-                ((value, layer, head) for layer, row in enumerate(heads[name]) for head, value in enumerate(row)),
+                (
+                    (value, layer, head)
+                    for layer, row in enumerate(heads[name])
+                    for head, value in enumerate(row)
+                ),
                 reverse=True,
             )
-            found[name] = [{"layer": layer, "head": head, "score": value} for value, layer, head in ranked[:4]]
+            found[name] = [
+                {"layer": layer, "head": head, "score": value} for value, layer, head in ranked[:4]
+            ]
     return found
 
 
@@ -132,7 +139,12 @@ def _heads(measured: list[tuple[int, dict[str, list[list[float]]]]]) -> Iterator
     at = [step for step, _ in measured]
     for name in reversed(MEASURES):
         drawn = [
-            plot.Line(f"layer {layer}, head {head}", at, [heads[name][layer][head] for _, heads in measured], colours[layer])
+            plot.Line(
+                f"layer {layer}, head {head}",
+                at,
+                [heads[name][layer][head] for _, heads in measured],
+                colours[layer],
+            )
             for layer, row in enumerate(measured[-1][1][name])
             for head in range(len(row))
         ]

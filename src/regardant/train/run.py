@@ -8,8 +8,8 @@
     RUN/metrics.jsonl       a line for each step, and for each time that something was measured
     RUN/report.html         the same, drawn
 
-Refused, each with what is amiss: a folder that holds something else, a run that is being trained by another process, a
-text, a tokenizer or a setting that is not what the run was begun with, weights of another shape.
+Refused, each with what is amiss: a folder that holds something else, a run that another process trains, a text, a
+tokenizer or a setting that is not what the run was begun with, weights of another shape.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ class Training:
         with _written(self.folder / METRICS):
             if (self.folder / METRICS).exists():
                 checkpoint.sync(self.folder / METRICS)
-        return checkpoint.save(
-            self.folder, self.state(), self.parameters, self.optimiser, self.chosen.keep
-        )
+        return checkpoint.save(self.folder, self.state(), self.parameters, self.optimiser, self.chosen.keep)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line to `metrics.jsonl`."""
@@ -203,7 +201,9 @@ def _begin(
         bos, eos = facts["before"], facts["after"]
         mapping = settings.hugging_face_config(chosen, facts["vocab_size"], bos, eos)
         checkpoint.write_json(folder / "config.json", mapping)
-        ends = {name: index for name, index in (("bos_token_id", bos), ("eos_token_id", eos)) if index is not None}
+        ends = {
+            name: index for name, index in (("bos_token_id", bos), ("eos_token_id", eos)) if index is not None
+        }
         checkpoint.write_json(folder / "generation_config.json", ends)
     training = _assembled(folder, chosen, facts)
     training.parameters.begin(chosen.seed, chosen.layers)
@@ -270,12 +270,20 @@ def _data(
         if report is not None:
             report(min(done, total), total, "turning text into tokens")
 
-    ids = [made.token_to_id(beside[role]) if beside.get(role) else None for role in ("bos_token", "eos_token")]
+    ids = [
+        made.token_to_id(beside[role]) if beside.get(role) else None for role in ("bos_token", "eos_token")
+    ]
     part = folder / ".writing-data"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     facts = data.build(
-        part, paths, made, texts.fingerprint(folder / "tokenizer.json"), data.Ends(*ids), chosen.valid_share, read
+        part,
+        paths,
+        made,
+        texts.fingerprint(folder / "tokenizer.json"),
+        data.Ends(*ids),
+        chosen.valid_share,
+        read,
     )
     facts["vocab_size"] = 1 + max(made.get_vocab(with_added_tokens=True).values())
     facts["special"] = sorted(made.get_added_tokens_decoder())

@@ -18,11 +18,51 @@ if TYPE_CHECKING:
 # Width, layers, heads, key/value heads, context, rows of a batch, learning rate. The parameters are those with 4,096
 # tokens in the vocabulary.
 SIZES: dict[str, dict[str, Any]] = {
-    "nano": {"width": 64, "layers": 2, "heads": 2, "kv_heads": 2, "context": 128, "batch": 32, "lr": 3e-3},  # 0.4M
-    "tiny": {"width": 192, "layers": 6, "heads": 6, "kv_heads": 3, "context": 256, "batch": 16, "lr": 2e-3},  # 3.2M
-    "small": {"width": 384, "layers": 8, "heads": 6, "kv_heads": 6, "context": 512, "batch": 16, "lr": 1e-3},  # 16M
-    "medium": {"width": 640, "layers": 12, "heads": 10, "kv_heads": 10, "context": 1024, "batch": 16, "lr": 6e-4},
-    "base": {"width": 768, "layers": 12, "heads": 12, "kv_heads": 12, "context": 1024, "batch": 32, "lr": 6e-4},
+    "nano": {
+        "width": 64,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 2,
+        "context": 128,
+        "batch": 32,
+        "lr": 3e-3,
+    },  # 0.4M
+    "tiny": {
+        "width": 192,
+        "layers": 6,
+        "heads": 6,
+        "kv_heads": 3,
+        "context": 256,
+        "batch": 16,
+        "lr": 2e-3,
+    },  # 3.2M
+    "small": {
+        "width": 384,
+        "layers": 8,
+        "heads": 6,
+        "kv_heads": 6,
+        "context": 512,
+        "batch": 16,
+        "lr": 1e-3,
+    },  # 16M
+    "medium": {
+        "width": 640,
+        "layers": 12,
+        "heads": 10,
+        "kv_heads": 10,
+        "context": 1024,
+        "batch": 16,
+        "lr": 6e-4,
+    },
+    "base": {
+        "width": 768,
+        "layers": 12,
+        "heads": 12,
+        "kv_heads": 12,
+        "context": 1024,
+        "batch": 32,
+        "lr": 6e-4,
+    },
 }
 DEFAULT_SIZE = "nano"
 
@@ -44,7 +84,7 @@ class Settings:
         seed: of weights, order and repeated rows. `valid_share`: documents set aside, as a share.
         repeats: the share of rows that hold repeated random tokens instead of text.
         dtype: "float32" or "bfloat16", what is computed in; weights and optimiser stay float32.
-        device: "cpu", "cuda", ... `recompute`: compute activations again instead of keeping them. `compile`: by torch.
+        device: "cpu", "cuda", ... `recompute`: compute activations again, do not keep them. `compile`: by torch.
         eval_every, heads_every, checkpoint_every: steps between. `eval_rows`: rows of a validation on the way.
         keep: how many checkpoints stay.
 
@@ -92,7 +132,9 @@ class Settings:
         _require(self.vocab_size >= 257, "vocab_size", "at least 257, the bytes and an end", self.vocab_size)
         _require(self.width % self.heads == 0, "width", f"a multiple of --heads {self.heads}", self.width)
         _require(self.width // self.heads % 2 == 0, "width", "an even number for each head", self.width)
-        _require(self.heads % self.kv_heads == 0, "heads", f"a multiple of --kv-heads {self.kv_heads}", self.heads)
+        _require(
+            self.heads % self.kv_heads == 0, "heads", f"a multiple of --kv-heads {self.kv_heads}", self.heads
+        )
         _require(0 < self.lr < math.inf, "lr", "greater than 0", self.lr)
         for name in ("warmup", "weight_decay", "clip", "seed"):
             _require(0 <= getattr(self, name) < math.inf, name, "at least 0", getattr(self, name))
@@ -119,7 +161,7 @@ def _require(condition: bool, name: str, wanted: str, got: object) -> None:  # n
 def settings(size: str | None, given: Mapping[str, Any]) -> Settings:
     """A size's values, and over them what was given.
 
-    The feed-forward is 8/3 of the width, as Llama's, in steps of 16; the warm-up a twentieth of the steps, 200 at most.
+    The feed-forward is 8/3 of the width, as Llama's, in steps of 16; the warm-up 1/20 of the steps, 200 at most.
 
     Raises:
         UserError: a size that has no such name, or a value outside its range.
@@ -142,7 +184,7 @@ def restored(plain: Mapping[str, Any], given: Mapping[str, Any], size: str | Non
         UserError: it does; the sentence says what differs.
     """
     before = Settings(**plain)
-    now = {**(SIZES[size] if size in SIZES else {}), **given}
+    now = {**SIZES.get(size or "", {}), **given}
     for name, value in now.items():
         if name not in FREE and name not in given and size is not None and getattr(before, name) != value:
             raise UserError(
@@ -157,7 +199,9 @@ def restored(plain: Mapping[str, Any], given: Mapping[str, Any], size: str | Non
     return dataclasses.replace(before, **{name: given[name] for name in FREE & given.keys()})
 
 
-def hugging_face_config(chosen: Settings, vocab_size: int, bos: int | None, eos: int | None) -> dict[str, Any]:
+def hugging_face_config(
+    chosen: Settings, vocab_size: int, bos: int | None, eos: int | None
+) -> dict[str, Any]:
     """The `config.json` of the model: Llama's; Mistral's, which is Llama with a window; Qwen3's with normed heads."""
     kind = "qwen3" if chosen.qk_norm else "mistral" if chosen.window else "llama"
     window: dict[str, Any] = {"sliding_window": chosen.window} if chosen.window or kind == "qwen3" else {}

@@ -63,9 +63,7 @@ def _named(name: str) -> list[Path]:
     return files
 
 
-def documents(
-    path: Path, digest: Any = None, report: Callable[[int], None] | None = None
-) -> Iterator[str]:
+def documents(path: Path, digest: Any = None, report: Callable[[int], None] | None = None) -> Iterator[str]:
     """The documents of one file. Memory: some `DOCUMENT` characters.
 
     Args:

@@ -21,7 +21,7 @@ END = "<|end|>"
 
 
 def learn(texts: Iterable[str], size: int) -> Any:  # a tokenizers.Tokenizer
-    """Make a tokenizer of at most `size` tokens. Memory grows with the number of different words, not with the text."""
+    """Make a tokenizer of at most `size` tokens. Memory grows with the number of different words alone."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     made = Tokenizer(models.BPE())
@@ -62,7 +62,11 @@ def given(path: Path) -> tuple[Any, dict[str, Any]]:
     known = Tokenizer.from_file(path)
     made = Backend.from_file(str(path))
     beside = path.with_name("tokenizer_config.json")
-    extra = json.loads(beside.read_bytes()) if beside.is_file() else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    extra = (
+        json.loads(beside.read_bytes())
+        if beside.is_file()
+        else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    )
     eos = min(known.eos, default=None)
     for role, index in (("bos_token", known.bos), ("eos_token", eos)):
         if index is not None:
