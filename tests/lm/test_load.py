@@ -288,7 +288,7 @@ def test_a_configuration_that_is_not_implemented_is_refused_before_weights_are_r
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("smolm2", r"'smolm2' is not known, .*known are smollm2, .*; did you mean 'smollm2'\?"),
+        ("smolm2", r"'smolm2' is not known, .*known are tiny, smollm2, .*; did you mean 'smollm2'\?"),
         ("qqq", r"'qqq' is not known, .*HuggingFaceTB/SmolLM2-135M$"),
         ("", "'' is not known"),
         ("a\x00b", "is not known"),
