@@ -44,8 +44,8 @@ def load(
             they are rounded to.
         progress: called with (bytes done, bytes in all or 0, what is being done), at most every megabyte.
 
-    Memory is four (float32) or eight (float64) bytes a weight, four also on the way to bfloat16's two; float32 weights
-    that the file stores as such are used where they lie, and take up memory as they are read.
+    Memory is four (float32) or eight (float64) bytes a weight, four also on the way to bfloat16's two; float32
+    weights that the file stores as such are used where they lie, and take up memory as they are read.
 
     Raises:
         LoadError, FetchError, ConfigError: subclasses of ValueError, with one sentence on what to do.
