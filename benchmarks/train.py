@@ -131,8 +131,12 @@ def plain_step(chosen: Settings, weights: dict[str, torch.Tensor]) -> Callable[[
             named[theirs].copy_(weights[ours])
         for layer, block in enumerate(model.blocks):
             name = f"model.layers.{layer}"
-            block.attention.qkv.weight.copy_(torch.cat([weights[f"{name}.self_attn.{p}_proj.weight"] for p in "qkv"]))
-            block.gate_up.weight.copy_(torch.cat([weights[f"{name}.mlp.{p}_proj.weight"] for p in ("gate", "up")]))
+            block.attention.qkv.weight.copy_(
+                torch.cat([weights[f"{name}.self_attn.{p}_proj.weight"] for p in "qkv"])
+            )
+            block.gate_up.weight.copy_(
+                torch.cat([weights[f"{name}.mlp.{p}_proj.weight"] for p in ("gate", "up")])
+            )
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": chosen.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
@@ -239,7 +243,9 @@ def peak(case: str, name: str) -> int:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rounds", type=int, default=7, help="turns of each side (default 7)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -250,14 +256,15 @@ def main() -> None:
         return
     results = [measure(case, asked.rounds) for case in asked.cases]
     if asked.json:
-        print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "cases": results}, indent=2))
+        facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+        print(json.dumps(facts | {"cases": results}, indent=2))
         return
     print(f"tiny, float32, {torch.get_num_threads()} threads; torch {torch.__version__}")
     for r in results:
         print(
             f"context {r['context']:5}: regardant {r['regardant_tokens_per_s']:8,.0f} tokens/s, "
-            f"torch {r['torch_tokens_per_s']:8,.0f}, ratio {r['ratio']:.2f} (wanted {r['wanted']:.2f}); losses within "
-            f"{r['loss_difference']:.1e}; peak {r['regardant_peak_bytes'] / 1e6:,.0f} MB, "
+            f"torch {r['torch_tokens_per_s']:8,.0f}, ratio {r['ratio']:.2f} (wanted {r["wanted"]:.2f}); losses "
+            f"within {r["loss_difference"]:.1e}; peak {r['regardant_peak_bytes'] / 1e6:,.0f} MB, "
             f"torch {r['torch_peak_bytes'] / 1e6:,.0f} MB"
         )
 

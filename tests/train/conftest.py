@@ -1,9 +1,8 @@
 """One small text and one small run, trained once for all that only look at it."""
 
 import pytest
-from train.corpus import SMALL, text
 
-from regardant.train import loop, run
+from train.corpus import SMALL, text, train
 
 
 @pytest.fixture(scope="session")
@@ -11,22 +10,6 @@ def small_text(tmp_path_factory):
     path = tmp_path_factory.mktemp("texts") / "story.txt"
     path.write_text(text(80_000), encoding="utf-8")
     return path
-
-
-def train(folder, named, given=(), **options):
-    """Train in this process."""
-    with run.locked(folder):
-        training = run.open_run(
-            folder,
-            [str(n) for n in named],
-            options.pop("tokenizer", None),
-            None,
-            dict(given),
-            resume=options.pop("resume", False),
-        )
-        loop.train(training, options.pop("stop", lambda: False), lambda _: None)
-    assert not options
-    return training
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,28 @@ import random
 import subprocess
 import sys
 
-WORDS = (
-    "the king the queen a ship the sea and then of night day was were said he she it went came upon his her my lord"
-).split()
+from regardant.train import loop, run
+
+WORDS = [
+    *(
+        "the",
+        "king",
+        "the",
+        "queen",
+        "a",
+        "ship",
+        "the",
+        "sea",
+        "and",
+        "then",
+        "of",
+        "night",
+        "day",
+        "was",
+        "were",
+    ),
+    *("said", "he", "she", "it", "went", "came", "upon", "his", "her", "my", "lord"),
+]
 
 SMALL = {
     "width": 32,
@@ -26,7 +45,7 @@ SMALL = {
 
 def text(characters, seed=0):
     """Sentences, about so many characters of them, with paragraphs."""
-    rng = random.Random(seed)
+    rng = random.Random(seed)  # noqa: S311
     parts, size = [], 0
     while size < characters:
         sentence = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(4, 12))).capitalize() + "."
@@ -51,3 +70,19 @@ def command(*arguments):
 def regardant(*arguments, **options):
     """Run the command line in a process of its own."""
     return subprocess.run(command(*arguments), capture_output=True, text=True, check=False, **options)
+
+
+def train(folder, named, given=(), **options):
+    """Train in this process."""
+    with run.locked(folder):
+        training = run.open_run(
+            folder,
+            [str(n) for n in named],
+            options.pop("tokenizer", None),
+            None,
+            dict(given),
+            resume=options.pop("resume", False),
+        )
+        loop.train(training, options.pop("stop", lambda: False), lambda _: None)
+    assert not options
+    return training

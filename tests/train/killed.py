@@ -19,7 +19,16 @@ import torch
 
 from regardant.train import checkpoint, loop, run
 
-WATCHED = {"open", "os.rename", "os.link", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.copyfile"}
+WATCHED = {
+    "open",
+    "os.rename",
+    "os.link",
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "os.truncate",
+    "shutil.copyfile",
+}
 
 
 def train(folder, text, settings):
@@ -44,7 +53,7 @@ def kill_self_before(operation, below):
 def main():
     folder, text, settings, seed, mode = sys.argv[1:]
     torch.set_num_threads(1)
-    rng, killed_at = random.Random(int(seed)), []
+    rng, killed_at = random.Random(int(seed)), []  # noqa: S311
     while True:
         child = os.fork()
         if child == 0:
@@ -52,7 +61,7 @@ def main():
                 if mode == "files" and len(killed_at) < 6:
                     kill_self_before(rng.randrange(1, 120), folder)
                 train(Path(folder), text, json.loads(settings))
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - said, and the child is gone
                 sys.excepthook(*sys.exc_info())
                 os._exit(1)
             os._exit(0)

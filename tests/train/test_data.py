@@ -5,10 +5,10 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from train.corpus import text
 
 from regardant.lm.errors import UserError
 from regardant.train import data, texts, vocabulary
+from train.corpus import text
 
 
 @pytest.fixture
@@ -126,7 +126,9 @@ def test_shuffled_is_a_permutation(count):
         places = data.shuffled(np.arange(count), count, key)
         np.testing.assert_array_equal(np.sort(places), np.arange(count))
     if count > 60:
-        assert (data.shuffled(np.arange(count), count, (0, 0)) != data.shuffled(np.arange(count), count, (0, 1))).any()
+        assert (
+            data.shuffled(np.arange(count), count, (0, 0)) != data.shuffled(np.arange(count), count, (0, 1))
+        ).any()
 
 
 def test_rows_have_the_next_id_as_label_and_documents_as_segments(build):

@@ -6,13 +6,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from train.corpus import SMALL
 
 from regardant.lm import model
 from regardant.lm.config import Config
 from regardant.lm.errors import UserError
 from regardant.train import data, loop, optimiser, settings
 from regardant.train.parameters import Parameters
+from train.corpus import SMALL
 
 CHOSEN = settings.settings("nano", {**SMALL, "context": 16})
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from train.conftest import train
-from train.corpus import SMALL, command, flags, regardant, text
 
 from regardant.lm.errors import UserError
 from regardant.train import checkpoint, run
+from train.corpus import SMALL, command, flags, regardant, text, train
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LONG = {**SMALL, "steps": 24, "repeats": 0.3, "accumulate": 2}
@@ -50,7 +49,11 @@ def killed(folder, text_file, seed, mode):
     script = Path(__file__).with_name("killed.py")
     arguments = [str(folder), str(text_file), json.dumps(LONG), str(seed), mode]
     done = subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, check=False, env=ENVIRONMENT
+        [sys.executable, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -66,7 +69,10 @@ def test_killed_at_any_instant_it_comes_to_the_same_end(tmp_path, small_text, wh
     same_weights(folder, whole_run)
     steps = [step for step in at if step is not None]
     assert steps == sorted(steps)
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000021", "step-00000024"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000021",
+        "step-00000024",
+    ]
     assert not list(folder.glob(".writing*"))
 
 
@@ -90,7 +96,13 @@ def test_the_command_is_killed_and_goes_on(tmp_path, small_text, whole_run):
 
 def test_interrupted_it_finishes_the_step_and_keeps_it(tmp_path, small_text):
     folder = tmp_path / "run"
-    settings = {**LONG, "steps": 100_000, "checkpoint_every": 100_000, "eval_every": 100_000, "heads_every": 100_000}
+    settings = {
+        **LONG,
+        "steps": 100_000,
+        "checkpoint_every": 100_000,
+        "eval_every": 100_000,
+        "heads_every": 100_000,
+    }
     arguments = ["train", "--data", small_text, "--out", folder, *flags(settings)]
     child = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     while not (folder / "metrics.jsonl").exists() or '"loss"' not in (folder / "metrics.jsonl").read_text():
@@ -118,14 +130,19 @@ def test_what_changed_is_refused_by_name(tmp_path, small_text):
 
     refused("begun with --width 32; got 64", {"width": 64})
     refused("begun with --steps 6; got 7", {"steps": 7})
-    refused("begun with other texts: .*other.txt is new", named=[story, _written(tmp_path / "other.txt", "x")])
+    refused(
+        "begun with other texts: .*other.txt is new", named=[story, _written(tmp_path / "other.txt", "x")]
+    )
     other = _written(tmp_path / "other.json", (folder / "tokenizer.json").read_text() + " ")
     refused("other.json: is not the tokenizer", tokenizer=other)
     for name, match in (
         ("tokenizer.json", "is not the tokenizer that"),
         ("config.json", "config.json is not that of"),
         ("data/train.ids.bin", "was changed since it was written"),
-        ("checkpoints/step-00000006/model.safetensors", "is damaged, model.safetensors is not what was written"),
+        (
+            "checkpoints/step-00000006/model.safetensors",
+            "is damaged, model.safetensors is not what was written",
+        ),
         ("checkpoints/step-00000006/state.json", "is damaged"),
     ):
         before = (folder / name).read_bytes()
@@ -155,9 +172,12 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, small_text):
 
 
 def test_two_do_not_train_in_one_folder(tmp_path):
-    with run.locked(tmp_path / "run"), pytest.raises(UserError, match="another process is training in it"):
-        with run.locked(tmp_path / "run"):
-            pass
+    with (
+        run.locked(tmp_path / "run"),
+        pytest.raises(UserError, match="another process is training in it"),
+        run.locked(tmp_path / "run"),
+    ):
+        pass
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, small_text):

@@ -7,16 +7,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from train.conftest import train
-from train.corpus import SMALL, flags, regardant, text
 
 from regardant.lm import export
 from regardant.lm.errors import LoadError, UserError
 from regardant.lm.load import load
 from regardant.train import heads, loop, report
+from train.corpus import SMALL, flags, regardant, text, train
 
 TEXT = "The king and the queen went. <|end|> é 漢 12"
-SHAPES = {"llama": {}, "mistral": {"window": 7}, "qwen3": {"qk_norm": True}, "qwen3-window": {"qk_norm": True, "window": 7}}
+SHAPES = {
+    "llama": {},
+    "mistral": {"window": 7},
+    "qwen3": {"qk_norm": True},
+    "qwen3-window": {"qk_norm": True, "window": 7},
+}
 
 
 @pytest.fixture(scope="module", params=list(SHAPES))
@@ -36,7 +40,9 @@ def their_logits(ids, *place, **options):
 
 def close(ours, theirs):
     """Within what float32 leaves of two orders of summing, over a few hundred terms and layers."""
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=256 * np.finfo(np.float32).eps * np.abs(theirs).max())
+    np.testing.assert_allclose(
+        ours, theirs, rtol=0, atol=256 * np.finfo(np.float32).eps * np.abs(theirs).max()
+    )
 
 
 def test_a_run_is_a_hugging_face_folder(shaped_run):
@@ -108,7 +114,9 @@ def test_accumulated_batches_give_the_gradient_of_one(tmp_path, small_text):
     (loss, whole), (parts_loss, parts) = found
     assert parts_loss == pytest.approx(loss, rel=1e-5)
     for name, gradient in whole.items():
-        torch.testing.assert_close(parts[name], gradient, rtol=0, atol=64 * 2**-23 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            parts[name], gradient, rtol=0, atol=64 * 2**-23 * float(gradient.abs().max())
+        )
 
 
 def test_a_given_tokenizer_is_used_and_kept(tmp_path, small_text, small_run):
@@ -127,7 +135,7 @@ def test_bfloat16_learns_nearly_the_same(tmp_path, small_text, small_run):
 # ------------------------------------------------------------------------------------------------------- heads
 
 
-def weights_matrix(q, k, v, **options):
+def weights_matrix(q, k):
     """All weights, by torch's softmax."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = (q @ k.mT).double() / q.shape[-1] ** 0.5
@@ -147,8 +155,8 @@ def test_head_measures_are_those_of_the_whole_matrix(small_run, monkeypatch):
     got = heads.measure(weights, ours.config, on)
     expected = {name: [] for name in heads.MEASURES}
 
-    def attend(_layer, q, k, v, **options):
-        W, s = weights_matrix(q, k, v)
+    def attend(_layer, q, k, v, **_options):
+        W, s = weights_matrix(q, k)
         if q.shape[2] == 20:
             expected["entropy"].append(-(torch.xlogy(W, W)).sum(-1).mean((0, 2)))
             expected["max_logit"].append(s.amax((0, 2, 3)))
@@ -184,7 +192,9 @@ def test_the_command_from_text_to_generation(tmp_path):
     assert "http" not in page.replace("http-equiv", "")
     written = regardant("generate", "The king", "--model", out, "--max-tokens", "8")
     assert written.returncode == 0, written.stderr
-    looked = regardant("look", "The king and the queen", "--model", out, "--json", "--out", tmp_path / "look.html")
+    looked = regardant(
+        "look", "The king and the queen", "--model", out, "--json", "--out", tmp_path / "look.html"
+    )
     assert looked.returncode == 0, looked.stderr
     exported = regardant("export", out, "--gguf", tmp_path / "m.gguf", "--json")
     assert json.loads(exported.stdout)["bytes"] == (tmp_path / "m.gguf").stat().st_size

@@ -106,19 +106,15 @@ def train(
         int | None, typer.Option(metavar="N", help="Steps between validations: 100.")
     ] = None,
     eval_rows: Annotated[int | None, typer.Option(metavar="N", help="Rows of each: 64.")] = None,
-    heads_every: Annotated[
-        int | None, typer.Option(metavar="N", help="Between looks at heads.")
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(metavar="N", help="Between checkpoints.")
-    ] = None,
+    heads_every: Annotated[int | None, typer.Option(metavar="N", help="Between looks at heads.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(metavar="N", help="Between checkpoints.")] = None,
     keep: Annotated[int | None, typer.Option(metavar="N", help="Checkpoints that stay: 2.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON at the end.")] = False,
 ) -> None:
     """Train a language model from plain text.
 
-    The run folder is a Hugging Face model at any time: `regardant generate --model RUN`, `regardant look --model RUN`.
-    Interrupted, or killed, it goes on with the same command and --resume, with the very losses that it would have had.
+    The run folder is a Hugging Face model at any time, for `regardant generate --model RUN` and `look` too.
+    Interrupted, or killed, it goes on with the same command and --resume, with the losses that it would have had.
 
         regardant train --data shakespeare.txt --out run --minutes 2
     """
@@ -256,8 +252,10 @@ def _stopping(minutes: float | None) -> Iterator[Callable[[], bool]]:
 def plain_report(outcome: dict[str, Any]) -> str:
     """What a training has come to, in a few lines."""
     lines = [
-        f"{terminal.inert(outcome['run'])}: step {outcome['step']:,} of {outcome['steps']:,}, "
-        f"{outcome['seconds'] / 60:,.1f} minutes"
+        (
+            f"{terminal.inert(outcome['run'])}: step {outcome['step']:,} of {outcome['steps']:,}, "
+            f"{outcome['seconds'] / 60:,.1f} minutes"
+        )
     ]
     if "last_loss" in outcome:
         lines.append(f"training loss {outcome['last_loss']:.4f} nats a token")

@@ -37,8 +37,9 @@ def load(
     """Load a language model.
 
     Args:
-        name_or_path: a named model ("tiny", "smollm2"), a folder as Hugging Face lays it out (config.json, safetensors,
-            tokenizer.json), a .gguf file, or a name on the Hugging Face hub ("HuggingFaceTB/SmolLM2-135M").
+        name_or_path: a named model ("tiny", "smollm2"), a folder as Hugging Face lays it out (config.json,
+            safetensors, tokenizer.json), a .gguf file, or a name on the Hugging Face hub
+            ("HuggingFaceTB/SmolLM2-135M").
         engine: "numpy", or "torch": what computes the model, and what its arrays are.
         dtype: "float32" or "float64", what weights of other types are widened to; with torch also "bfloat16", what
             they are rounded to.
@@ -59,7 +60,9 @@ def load(
     if engine == "numpy":
         return model
     weights = dict(model.weights)
-    model = dataclasses.replace(model, weights={})  # so that nothing holds the arrays while they are converted
+    model = dataclasses.replace(
+        model, weights={}
+    )  # so that nothing holds the arrays while they are converted
     return dataclasses.replace(model, weights=engines.convert(weights, engine, dtype))
 
 
@@ -88,9 +91,10 @@ def _refuse_missing_path(path: Path, name: str) -> None:
         raise LoadError(f"{path}: there is no such folder or file")
     near = difflib.get_close_matches(name, [*BUNDLED, *NAMED], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
+    known = ", ".join([*BUNDLED, *NAMED])
     raise LoadError(
         f"model {name!r:.80} is not known, and there is no folder or file of that name; known are "
-        f"{', '.join([*BUNDLED, *NAMED])}, a model folder, a .gguf file, or a hub name like HuggingFaceTB/SmolLM2-135M{hint}"
+        f"{known}, a model folder, a .gguf file, or a hub name like HuggingFaceTB/SmolLM2-135M{hint}"
     )
 
 

@@ -32,8 +32,8 @@ from regardant.lm.writing import reason
 from regardant.train.texts import fingerprint
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Iterator
+    from pathlib import Path
 
     from regardant.train.parameters import Parameters
 

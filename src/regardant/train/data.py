@@ -25,8 +25,8 @@ from regardant.lm.errors import UserError
 from regardant.train import texts
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -229,7 +229,7 @@ class Order:
                 f"{tokens - 1:,} at most"
             )
         self.T, self.seed = T, seed
-        # A pass begins less than `slack` tokens in; what is left is cut into rows, each with one more label behind it.
+        # A pass begins less than `slack` tokens in; what is left is cut into rows, one more label behind each.
         self.slack = min(T, tokens - T)
         self.count = (tokens - self.slack) // T
 

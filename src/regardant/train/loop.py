@@ -190,11 +190,7 @@ def train(training: Training, stop: Callable[[], bool], show: Callable[[Progress
             training.save()
             report.write(training.folder)
         left = (chosen.steps - training.step) * chosen.tokens_a_step / speed
-        show(
-            Progress(
-                training.step, chosen.steps, loss, valid, speed, left, measured is not None
-            )
-        )
+        show(Progress(training.step, chosen.steps, loss, valid, speed, left, measured is not None))
     training.save()
     return _outcome(training)
 
