@@ -263,8 +263,8 @@ def main() -> None:
     for r in results:
         print(
             f"context {r['context']:5}: regardant {r['regardant_tokens_per_s']:8,.0f} tokens/s, "
-            f"torch {r['torch_tokens_per_s']:8,.0f}, ratio {r['ratio']:.2f} (wanted {r["wanted"]:.2f}); losses "
-            f"within {r["loss_difference"]:.1e}; peak {r['regardant_peak_bytes'] / 1e6:,.0f} MB, "
+            f"torch {r['torch_tokens_per_s']:8,.0f}, ratio {r['ratio']:.2f} (wanted {r['wanted']:.2f}); losses "
+            f"within {r['loss_difference']:.1e}; peak {r['regardant_peak_bytes'] / 1e6:,.0f} MB, "
             f"torch {r['torch_peak_bytes'] / 1e6:,.0f} MB"
         )
 

@@ -60,8 +60,8 @@ def test_a_run_is_a_hugging_face_folder(shaped_run):
 def test_gguf_reads_back_to_the_same_logits(shaped_run, tmp_path):
     ours = load(shaped_run)
     path = tmp_path / "m.gguf"
-    if ours.config.family == "llama" and ours.config.windows[0] is not None:
-        with pytest.raises(UserError, match="window cannot be exported"):
+    if ours.config.windows[0] is not None:
+        with pytest.raises(UserError, match="with a window cannot be exported"):
             export.write_gguf(ours, path)
         return
     export.write_gguf(ours, path)
@@ -70,7 +70,7 @@ def test_gguf_reads_back_to_the_same_logits(shaped_run, tmp_path):
     assert back.encode(TEXT) == ids
     np.testing.assert_array_equal(back.logits(ids), ours.logits(ids))
     assert (back.tokenizer.bos, back.tokenizer.eos) == (0, {0})
-    if ours.config.windows[0] is None:  # transformers reads no window from GGUF
+    if ours.config.family == "llama":  # transformers takes Qwen3's heads for 128 wide, whatever the file says
         close(ours.logits(ids), their_logits(ids, tmp_path, gguf_file="m.gguf"))
 
 
@@ -108,15 +108,27 @@ def test_it_learns(small_run):
 def test_accumulated_batches_give_the_gradient_of_one(tmp_path, small_text):
     found = []
     for name, given in (("one", {"batch": 8}), ("many", {"batch": 2, "accumulate": 4})):
-        training = train(tmp_path / name, [small_text], {**SMALL, **given, "steps": 1, "repeats": 0.4})
+        settings = {**SMALL, **given, "steps": 1, "repeats": 0.4}
+        training = train(tmp_path / name, [small_text], settings, stop=lambda: True)
         loss, _ = loop.gradients(training, 0)
         found.append((loss, {n: leaf.grad for n, leaf in training.parameters.leaves.items()}))
     (loss, whole), (parts_loss, parts) = found
-    assert parts_loss == pytest.approx(loss, rel=1e-5)
+    assert parts_loss == pytest.approx(loss, rel=64 * 2**-23)
+    exact = exact_gradient(training, 8)
     for name, gradient in whole.items():
-        torch.testing.assert_close(
-            parts[name], gradient, rtol=0, atol=64 * 2**-23 * float(gradient.abs().max())
-        )
+        error, scale = (gradient.double() - exact[name]).abs().max(), exact[name].abs().max()
+        budget = 2 * error + torch.finfo(torch.float32).eps * scale
+        assert (parts[name].double() - exact[name]).abs().max() <= budget
+
+
+def exact_gradient(training, rows):
+    """The gradient of the first rows in float64, shortened as the loop does."""
+    batch = training.feed.batch(0, rows)
+    whole = {n: leaf.detach().double().requires_grad_() for n, leaf in training.parameters.leaves.items()}
+    weights = {n: whole[p.leaf][p.first : p.last] for n, p in training.parameters.places.items()}
+    (loop.batch_loss(weights, training.config, training.chosen, batch) / batch.counted).backward()
+    length = torch.sqrt(sum((leaf.grad**2).sum() for leaf in whole.values()))
+    return {n: leaf.grad / max(1.0, float(length)) for n, leaf in whole.items()}
 
 
 def test_a_given_tokenizer_is_used_and_kept(tmp_path, small_text, small_run):

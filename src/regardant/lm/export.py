@@ -4,7 +4,7 @@ GGUF files hold matrices in the type asked for, gains and biases as float32; the
 projections stand in pairs (2i, 2i + 1), as llama.cpp's rotary kernel wants them; vocabulary and merges are inside.
 Files are whole or not there.
 
-Refused: GPT-2 and Llama with a window, which GGUF does not cover; a model that was not read from a folder, whose
+Refused: GPT-2 and models with a window, which GGUF does not cover; a model that was not read from a folder, whose
 tokenizer cannot be handed on; a tokenizer whose way of cutting text GGUF has no name for; a folder that is not empty.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -135,10 +135,8 @@ def _architecture(config: Config) -> str:
         raise UserError(
             "a GPT-2 model cannot be exported as GGUF: the architectures are llama, qwen2 and qwen3"
         )
-    if config.family == "llama" and any(window is not None for window in config.windows):
-        raise UserError(
-            "a Llama model with a window cannot be exported as GGUF: its readers would leave it out"
-        )
+    if any(window is not None for window in config.windows):
+        raise UserError("a model with a window cannot be exported as GGUF: readers of these families leave it out")
     return config.family
 
 
@@ -159,9 +157,6 @@ def _add_config(writer: Any, model: LanguageModel) -> None:
     writer.add_key_length(config.head_width)
     writer.add_value_length(config.head_width)
     writer.add_vocab_size(config.vocab_size)
-    windows = {window for window in config.windows if window is not None}
-    if windows:
-        writer.add_sliding_window(windows.pop())
 
 
 def _vocabulary(folder: Path, model: LanguageModel) -> dict[str, Any]:

