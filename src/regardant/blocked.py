@@ -270,7 +270,7 @@ def _placed(
     """The scores after what depends on the place: bias, ALiBi, −∞ where hidden. Overwrites them."""
     _, H, G, *_ = problem.sizes
     if problem.bias_BHTS is not None:
-        s_GRts += problem.bias_BHTS[b][:, t, s].reshape(s_GRts.shape)
+        s_GRts += problem.bias_BHTS[b][:, t, s].astype(s_GRts.dtype).reshape(s_GRts.shape)
     if problem.alibi_H is not None:
         s_GRts -= problem.alibi_H.reshape(G, H // G, 1, 1) * distance_ts.astype(s_GRts.dtype)
     if visible is not None:
@@ -294,7 +294,8 @@ def _visible(problem: Problem, b: int, t: slice | Array, s: slice, p_t1: Array, 
     if problem.mask_BHTS is not None:
         conditions.append(_per_head(problem.mask_BHTS[b][:, t, s], G))
     if problem.bias_BHTS is not None:  # a bias of −∞ hides a key as a mask does
-        conditions.append(_per_head(problem.bias_BHTS[b][:, t, s] != -np.inf, G))
+        bias_Hts = problem.bias_BHTS[b][:, t, s].astype(problem.accumulator)
+        conditions.append(_per_head(bias_Hts != -np.inf, G))
     partial = [condition for condition in conditions if not condition.all()]
     if not partial:
         return None
