@@ -98,25 +98,26 @@ def test_bad_input_is_named(op, impl, wrong, error, says):
         getattr(rg, op)(*arrays, **given)
 
 
+SHAPES = "(2, 8, 16, 32) to match q (2, 8, 16, 64) and v (2, 4, 9, 32)"
+
+
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
 @pytest.mark.parametrize(
     ("wrong", "error", "says"),
     [
-        ({"out": OUT[..., :8]}, ValueError,
-         "out must be (2, 8, 16, 32), as attention gives it; got (2, 8, 16, 8)"),
-        ({"out": OUT[0]}, ValueError, "out must be (2, 8, 16, 32), as attention gives it; got (8, 16, 32)"),
-        ({"out": OUT.astype(np.float64)}, TypeError, "out must be float32 for q of float32; got float64"),
+        ({"out": OUT[..., :8]}, ValueError, f"out must be {SHAPES}; got (2, 8, 16, 8)"),
+        ({"out": OUT[0]}, ValueError, f"out must be {SHAPES}; got (8, 16, 32)"),
+        ({"out": OUT.astype(np.float64)}, TypeError, "out must be float32 to go with q of float32; got float64"),
         ({"out": (OUT, LSE)}, TypeError, "out must be a NumPy array; got builtins.tuple"),
-        ({"lse": LSE[..., None]}, ValueError, "lse must be (2, 8, 16), as attention gives it; got (2, 8, 16, 1)"),
-        ({"lse": LSE.astype(np.float16)}, TypeError, "lse must be float32 for q of float32; got float16"),
-        ({"lse": LSE.astype(">f4")}, TypeError, "lse must be float32 for q of float32; got >f4"),
+        ({"lse": LSE[..., None]}, ValueError, "lse must be (2, 8, 16) to match q (2, 8, 16, 64); got (2, 8, 16, 1)"),
+        ({"lse": LSE.astype(np.float16)}, TypeError, "lse must be float32 to go with q of float32; got float16"),
+        ({"lse": LSE.astype(">f4")}, TypeError, "lse must be float32 to go with q of float32; got >f4"),
         ({"lse": None}, TypeError, "lse must be a NumPy array; got None"),
-        ({"dout": OUT[:1]}, ValueError,
-         "dout must be (2, 8, 16, 32), as attention gives it; got (1, 8, 16, 32)"),
+        ({"dout": OUT[:1]}, ValueError, f"dout must be {SHAPES}; got (1, 8, 16, 32)"),
         ({"dout": 1.0}, TypeError, "dout must be a NumPy array; got 1.0"),
         ({"dout": np.ma.masked_array(OUT)}, TypeError, "dout must be a NumPy array; got MaskedArray of float32"),
-        ({"dlse": OUT}, ValueError, "dlse must be (2, 8, 16), as attention gives it; got (2, 8, 16, 32)"),
-        ({"dlse": LSE.astype(int)}, TypeError, "dlse must be float32 for q of float32; got int64"),
+        ({"dlse": OUT}, ValueError, "dlse must be (2, 8, 16) to match q (2, 8, 16, 64); got (2, 8, 16, 32)"),
+        ({"dlse": LSE.astype(int)}, TypeError, "dlse must be float32 to go with q of float32; got int64"),
         ({"bias_gradient": 1, "bias": np.zeros(9, np.float32)}, TypeError,
          "bias_gradient must be True or False; got 1"),
         ({"bias_gradient": True}, ValueError, "bias must be given for bias_gradient=True; got None"),
@@ -130,7 +131,7 @@ def test_what_a_backward_pass_is_given_is_checked(impl, wrong, error, says):
 
 def test_a_backward_pass_names_the_shapes_of_the_callers_rank():
     with pytest.raises(
-        ValueError, match=re.escape("dout must be (16, 32), as attention gives it; got (16, 9)")
+        ValueError, match=re.escape("dout must be (16, 32) to match q (16, 64) and v (9, 32); got (16, 9)")
     ):
         rg.attention_backward(Q[0, 0], K[0, 0], V[0, 0], OUT[0, 0], LSE[0, 0], OUT[0, 0, :, :9])
 

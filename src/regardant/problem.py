@@ -452,9 +452,12 @@ def _result(
 ) -> Array:
     """Check one of the forward pass's results, or the gradient arriving at it, and give it all its axes."""
     _check_array(op, name, array)
+    q, v = problem.q_BHTD, problem.v_BGSE
     if array.dtype != dtype:
-        raise TypeError(f"{op}: {name} must be {dtype} for q of {problem.q_BHTD.dtype}; got {array.dtype}")
-    shape = full[4 - problem.rank :]
+        raise TypeError(f"{op}: {name} must be {dtype} to go with q of {q.dtype}; got {array.dtype}")
+    missing = 4 - problem.rank  # axes that the caller's arrays do not have
+    shape = full[missing:]
     if array.shape != shape:
-        raise ValueError(f"{op}: {name} must be {shape}, as attention gives it; got {array.shape}")
+        like = f"q {q.shape[missing:]}" + (f" and v {v.shape[missing:]}" if len(full) == 4 else "")
+        raise ValueError(f"{op}: {name} must be {shape} to match {like}; got {array.shape}")
     return array.reshape(full)
