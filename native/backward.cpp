@@ -16,10 +16,16 @@
 namespace regardant::REGARDANT_ISA {
 namespace {
 
-constexpr i64 query_block = 64;
+#ifndef QB
+#define QB 64
+#endif
+#ifndef KB
+#define KB 32
+#endif
+constexpr i64 query_block = QB;
 
 // Keys whose K, V, dK and dV, and P and dS for a block of queries, stay in the second cache.
-constexpr i64 key_block = tile_rows * (tile_rows > 6 ? 16 : 32);
+constexpr i64 key_block = tile_rows * (tile_rows > 6 ? 16 : KB);
 
 template <class A>
 constexpr int lanes = tile_vectors * Simd<A>::W;
@@ -32,11 +38,11 @@ constexpr i64 filled(i64 width) {
     return (width + Simd<A>::W - 1) / Simd<A>::W * Simd<A>::W;
 }
 
-// What a block of queries, or of keys, may have to do with others: the keys that any of its rows sees by position
-// (of queries alone), and the least and greatest of its documents' ids.
+// What a block of queries, or of keys, may have to do with others: the least and greatest of its documents' ids; of
+// queries, the keys that any of them sees by position, and the first chunk of keys that they see.
 struct Span {
     Interval keys;
-    i64 least, greatest;
+    i64 least, greatest, first;
 };
 
 inline void take_ids(Span& span, const i64* ids, i64 count) {
@@ -63,8 +69,11 @@ class Plan {
                 const i64 from = chunk * key_block;
                 take_ids(keys_[b * chunks + chunk], p.k_segments + b * p.S + from, smaller_of(key_block, p.S - from));
             }
-            for (i64 h = 0; h < p.H; ++h) {
-                for (i64 block = 0; block < blocks; ++block) turns_[turn(b, h, block)] = next(b, block, 0);
+            for (i64 block = 0; block < blocks; ++block) {
+                Span& span = queries_[b * blocks + block];
+                span.first = next(b, block, 0);
+                blind |= span.first == chunks;
+                for (i64 h = 0; h < p.H; ++h) turns_[turn(b, h, block)] = span.first;
             }
         }
     }
@@ -78,6 +87,10 @@ class Plan {
         const Span& k = keys_[b * chunks + chunk];
         return q.least <= k.greatest && k.least <= q.greatest;
     }
+
+    // The first chunk that a block sees, or the number of chunks; and whether one is the last that it sees.
+    i64 first(i64 b, i64 block) const { return queries_[b * blocks + block].first; }
+    bool last(i64 b, i64 block, i64 chunk) const { return next(b, block, chunk + 1) == chunks; }
 
     void wait(i64 b, i64 h, i64 block, i64 chunk) const { wait_for_turn(turns_[turn(b, h, block)], chunk); }
     void pass(i64 b, i64 h, i64 block, i64 chunk) const {
@@ -111,6 +124,7 @@ class Plan {
 
   public:
     const i64 blocks, chunks;
+    bool blind = false;                      // a block sees nothing
 
   private:
     Memory memory_;
@@ -142,9 +156,9 @@ void columns_of(const A* rows, i64 pitch, A* columns) {
     }
 }
 
-// Adds the first `count` columns of (width, L) to rows of `width` numbers.
-template <class A>
-void add_columns(const A* columns, int count, i64 width, A* rows) {
+// The first `count` columns of (width, L) as rows of `width` numbers; `add`: added to what they are.
+template <bool add, class A>
+void put_columns(const A* columns, int count, i64 width, A* rows) {
     constexpr int W = Simd<A>::W, L = lanes<A>;
     for (int first = 0; first < count; first += W) {
         const int some = static_cast<int>(smaller_of(W, count - first));
@@ -156,41 +170,39 @@ void add_columns(const A* columns, int count, i64 width, A* rows) {
             transpose<A>(square);
             for (int i = 0; i < some; ++i) {
                 A* const at = rows + (first + i) * width + d;
-                store<A>(at, load(at) + square[i]);
+                store<A>(at, add ? load(at) + square[i] : square[i]);
             }
         }
         for (; d < width; ++d) {
-            for (int i = 0; i < some; ++i) rows[(first + i) * width + d] += columns[d * L + first + i];
+            for (int i = 0; i < some; ++i) {
+                A& at = rows[(first + i) * width + d];
+                at = columns[d * L + first + i] + (add ? at : 0);
+            }
         }
     }
 }
 
-// Makes Inf and NaN 0.
+// Makes Inf and NaN in L rows 0. Whether there were any.
 template <class A>
-void keep_finite(A* numbers, i64 count) {
-    for (i64 i = 0; i < count; ++i) numbers[i] = numbers[i] * 0 == 0 ? numbers[i] : 0;
+bool keep_finite(A* rows, i64 pitch) {
+    if (finite(rows, pitch, lanes<A>, pitch)) return false;
+    for (i64 i = 0; i < lanes<A> * pitch; ++i) rows[i] = rows[i] * 0 == 0 ? rows[i] : 0;
+    return true;
 }
 
-// A group of queries against the chunk.
-template <class A>
-struct Member {
-    Group<A, tile_vectors> group;
-    i64 low, high;                           // keys of the chunk that it may see, counted from the chunk's first
-    bool hides;                              // something among them is hidden
-};
+// Panels of weights, and of dS, hold a row for each key and a column for each query of a block. Rows do not begin at
+// equal places in their pages: a column of register tiles would not fit into the cache together.
+constexpr i64 panel_pitch = query_block + 16;
 
-// Of M keys and N vectors of columns: sums[m][c] += Σ_i left[m][i] · rows[i][c] over the queries of all groups. The sum
-// over a block of queries is begun anew, for the digit that one long chain of additions would lose.
-template <class A, int M, int N>
-void add_tile(const Member<A>* members, int groups, i64 first, const A* left, const A* rows, i64 pitch, A* sums) {
-    constexpr int W = Simd<A>::W, L = lanes<A>;
+// Of M keys and N vectors of columns: sums[m][c] += Σ_i left[m][i] · rows[i][c], over `count` queries (or pairs of
+// them). The sum is begun anew, for the digit that one long chain of additions would lose.
+template <class Maths, int M, int N>
+void add_tile(const char* left, i64 between, const typename Maths::Number* rows, i64 pitch, i64 count,
+              typename Maths::Sum* sums) {
+    using A = typename Maths::Sum;
+    constexpr int W = Simd<A>::W;
     Tile<A, M, N> tile = {};
-    for (int i = 0; i < groups; ++i) {
-        if (members[i].high <= first || members[i].low >= first + M) continue;
-        const A* const from = left + (i * key_block + first) * L;
-        multiply<Plainly<A>, M, N>(reinterpret_cast<const char*>(from), L * sizeof(A), sizeof(A), rows + i * L * pitch,
-                                   pitch, members[i].group.count, tile);
-    }
+    multiply<Maths, M, N>(left, between, sizeof(typename Maths::Number), rows, pitch, count, tile);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
@@ -201,57 +213,174 @@ void add_tile(const Member<A>* members, int groups, i64 first, const A* left, co
     }
 }
 
-template <class A, int M, int N>
-void add_vectors(i64 vectors, const Member<A>* members, int groups, i64 first, const A* left, const A* rows, i64 pitch,
-                 A* sums) {
+template <class Maths, int M, int N = tile_vectors>
+void add_vectors(i64 vectors, const char* left, i64 between, const typename Maths::Number* rows, i64 pitch, i64 count,
+                 typename Maths::Sum* sums) {
     if constexpr (N > 0) {
-        if (vectors < N) return add_vectors<A, M, N - 1>(vectors, members, groups, first, left, rows, pitch, sums);
-        for (; vectors >= N; vectors -= N, rows += N * Simd<A>::W, sums += N * Simd<A>::W) {
-            add_tile<A, M, N>(members, groups, first, left, rows, pitch, sums);
+        constexpr int step = N * Simd<typename Maths::Sum>::W;
+        for (; vectors >= N; vectors -= N, rows += step, sums += step) {
+            add_tile<Maths, M, N>(left, between, rows, pitch, count, sums);
         }
-        add_vectors<A, M, N - 1>(vectors, members, groups, first, left, rows, pitch, sums);
+        add_vectors<Maths, M, N - 1>(vectors, left, between, rows, pitch, count, sums);
     }
 }
 
-// sums (keys, pitch) += left · rows, for all keys of a chunk.
-template <class A>
-void add_to_keys(const Member<A>* members, int groups, const A* left, const A* rows, i64 pitch, i64 keys, A* sums) {
-    tiles(keys, [=]<int M>(i64 first) {
-        add_vectors<A, M, tile_vectors>(pitch / Simd<A>::W, members, groups, first, left, rows, pitch, sums + first * pitch);
-    });
-}
-
-// A chunk of keys of one head, and the block of queries that it meets.
-template <class A>
-class Chunk {
+// The five products in A, whatever the arrays' type: of one chunk of keys, and of one block of queries at a time.
+template <class In>
+class WideFive {
   public:
-    using V = Vec<A>;
-    static constexpr int W = Simd<A>::W, L = lanes<A>, groups = most_groups<A>;
+    using A = In;
+    using Weight = A;                        // what panels are made of
+    static constexpr int W = Simd<A>::W, L = lanes<A>;
     static constexpr i64 item = sizeof(A);
 
     static i64 bytes(const Problem& p) {
-        const i64 D = filled<A>(p.D), E = filled<A>(p.E), panels = groups * key_block * L;
-        return padded(key_block * p.D * item) * 2 + padded(key_block * p.E * item) + padded(D * L * item) +
-               padded(E * L * item) + padded(query_block * D * item) + padded(query_block * E * item) +
-               2 * padded(panels * item) + (p.softcap != 0 ? padded(panels * item) : 0) + padded(groups * p.D * L * item) +
-               padded(key_block * D * item) + padded(key_block * E * item);
+        const i64 D = filled<A>(p.D), E = filled<A>(p.E);
+        return 2 * padded(key_block * p.D * item) + padded(key_block * p.E * item) + padded((L + query_block) * D * item) +
+               padded((L + query_block) * E * item) + 2 * 64;
     }
 
-    Chunk(const Problem& p, const Gradients& r, const Plan& plan, const A* delta, A* dq, Scratch& scratch)
-        : p_(p), r_(r), plan_(plan), delta_(delta), dq_(dq), D_(filled<A>(p.D)), E_(filled<A>(p.E)),
+    WideFive(const Problem& p, const Gradients& r, Scratch& scratch)
+        : p_(p), r_(r), D_(filled<A>(p.D)), E_(filled<A>(p.E)),
           k_copies_(Rows_of<A>::in_place(p, p.k, p.D) ? nullptr : scratch.take<A>(key_block * p.D)),
           k_finite_(scratch.take<A>(key_block * p.D)),
           v_copies_(Rows_of<A>::in_place(p, p.v, p.E) ? nullptr : scratch.take<A>(key_block * p.E)),
           q_(scratch.take<A>(D_ * L)), do_(scratch.take<A>(E_ * L)), q_rows_(scratch.take<A>(query_block * D_)),
-          do_rows_(scratch.take<A>(query_block * E_)), weights_(scratch.take<A>(groups * key_block * L)),
-          ds_(scratch.take<A>(groups * key_block * L)), slope_(p.softcap != 0 ? scratch.take<A>(groups * key_block * L) : nullptr),
-          o_(scratch.take<A>(groups * p.D * L)), dk_(scratch.take<A>(key_block * D_)),
-          dv_(scratch.take<A>(key_block * E_)) {}
+          do_rows_(scratch.take<A>(query_block * E_)) {}
+
+    // Keys and values [from, from + count) of one head from now on.
+    void begin(i64 b, i64 g, i64 from, i64 count) {
+        k_ = Rows_of<A>(p_, p_.k, b, g, p_.D, k_copies_).rows(from, from + count, k_row_);
+        v_ = Rows_of<A>(p_, p_.v, b, g, p_.E, v_copies_).rows(from, from + count, v_row_);
+        all_finite_ = finite(k_, k_row_, count, p_.D);
+        for (i64 j = 0; j < count && !all_finite_; ++j) {
+            for (i64 d = 0; d < p_.D; ++d) k_finite_[j * p_.D + d] = k_[j * k_row_ + d] * 0 == 0 ? k_[j * k_row_ + d] : 0;
+        }
+    }
+
+    // Queries [from, to) of one head from now on. What lanes stand for no query is 0.
+    void take(i64 b, i64 h, i64 from, i64 to) {
+        copy_rows(p_, p_.q, b, h, from, to, p_.D, q_rows_, D_);
+        copy_rows(p_, r_.dout, b, h, from, to, p_.E, do_rows_, E_);
+        const i64 count = to - from, end = (count + L - 1) / L * L;
+        for (i64 i = count * D_; i < end * D_; ++i) q_rows_[i] = 0;
+        for (i64 i = count * E_; i < end * E_; ++i) do_rows_[i] = 0;
+    }
+
+    // Group n of them from now on.
+    void turn_to(i64 n) {
+        columns_of(q_rows_ + n * L * D_, D_, q_);
+        columns_of(do_rows_ + n * L * E_, E_, do_);
+    }
+
+    // For keys [j, j + n) of the chunk and the group in turn, (n, L): scaled dot products, and dP.
+    void score(i64 j, i64 n, A* s) const {
+        scores<Plainly<A>>(k_ + j * k_row_, k_row_ * item, n, q_, p_.D, static_cast<A>(p_.scale), s);
+    }
+    void rise(i64 j, i64 n, A* dp) const {
+        scores<Plainly<A>>(v_ + j * v_row_, v_row_ * item, n, do_, p_.E, 1, dp);
+    }
+
+    static void put(Vec<A> weights, Weight* to) { store<A>(to, weights); }
+
+    // The group's part of dQ from keys [j, j + n), (D, L). Where something is hidden, only what is finite is taken in.
+    void lead(i64 j, i64 n, const A* ds, bool hides, A* o) {
+        const bool strays = hides && !all_finite_;
+        const i64 row = strays ? p_.D : k_row_;
+        const A* const k = (strays ? k_finite_ : k_) + j * row;
+        const A scale = static_cast<A>(p_.scale);
+        tiles(p_.D, [=]<int M>(i64 first) {
+            product<Plainly<A>, M>(reinterpret_cast<const char*>(k + first), item, row * item, ds, n, scale, o + first * L);
+        });
+    }
+    bool keys_finite() const { return all_finite_; }
+
+    // Leaves what is not finite in rows of Q, or of dO, of group n out of the products. Whether there is any.
+    bool tame_q(i64 n) { return keep_finite(q_rows_ + n * L * D_, D_); }
+    bool tame_do(i64 n) { return keep_finite(do_rows_ + n * L * E_, E_); }
+
+    // What M keys gather from `count` queries, from the `first` on: sums (M, filled width) of dV, and of dK.
+    template <int M>
+    void gather_v(const Weight* weights, i64 first, i64 count, A* sums) const {
+        add_vectors<Plainly<A>, M>(E_ / W, reinterpret_cast<const char*>(weights + first), panel_pitch * item,
+                                   do_rows_ + first * E_, E_, count, sums);
+    }
+    template <int M>
+    void gather_k(const Weight* ds, i64 first, i64 count, A* sums) const {
+        add_vectors<Plainly<A>, M>(D_ / W, reinterpret_cast<const char*>(ds + first), panel_pitch * item,
+                                   q_rows_ + first * D_, D_, count, sums);
+    }
+
+  private:
+    const Problem& p_;
+    const Gradients& r_;
+    i64 D_, E_;                              // widths of rows, filled up
+    A *k_copies_, *k_finite_, *v_copies_, *q_, *do_, *q_rows_, *do_rows_;
+    i64 k_row_ = 0, v_row_ = 0;
+    const A *k_ = nullptr, *v_ = nullptr;
+    bool all_finite_ = true;
+};
+
+// A group of queries of a block, and what of the chunk it may see.
+template <class A>
+struct Member {
+    Group<A, tile_vectors> group;
+    i64 low, high;                           // keys, counted from the chunk's first
+    bool hides;                              // something in the chunk is hidden from it
+    bool stray_q, stray_do;                  // its rows of Q or dO, not all finite, are left out of the products
+};
+
+// delta of queries [from, to) of one head, into `delta`.
+template <class A>
+void fill_delta(const Problem& p, const Gradients& r, i64 b, i64 h, i64 from, i64 to, A* delta) {
+    typed(p.type, r.out.data, [&](auto* out_data) {
+        using In = typename Plain<__typeof__(*out_data)>::Is;
+        constexpr int W = Simd<A>::W;
+        const i64 *so = r.out.strides, *sd = r.dout.strides;
+        for (i64 i = from; i < to; ++i) {
+            const auto* const out = out_data + b * so[0] + h * so[1] + i * so[2];
+            const auto* const dout = reinterpret_cast<const In*>(r.dout.data) + b * sd[0] + h * sd[1] + i * sd[2];
+            A dot = 0;
+            i64 e = 0;
+            if constexpr ((sizeof(A) == 8) == (sizeof(In) == 8)) {
+                Vec<A> sums{};
+                for (; so[3] == 1 && sd[3] == 1 && e + W <= p.E; e += W) sums += load_wide(out + e) * load_wide(dout + e);
+                dot = sum<A>(sums);
+            }
+            for (; e < p.E; ++e) dot += static_cast<A>(widen(out[e * so[3]])) * static_cast<A>(widen(dout[e * sd[3]]));
+            delta[i - from] = r.dlse ? dot - static_cast<const A*>(r.dlse)[(b * p.H + h) * p.T + i] : dot;
+        }
+    });
+}
+
+// A chunk of keys of one head, and the block of queries that it meets.
+template <class Five>
+class Chunk {
+  public:
+    using A = typename Five::A;
+    using V = Vec<A>;
+    using Weight = typename Five::Weight;
+    static constexpr int W = Simd<A>::W, L = lanes<A>, most = most_groups<A>;
+    static constexpr i64 item = sizeof(A);
+
+    static i64 bytes(const Problem& p) {
+        return Five::bytes(p) + 3 * padded(key_block * L * item) + 2 * padded(key_block * panel_pitch * sizeof(Weight)) +
+               padded(query_block * p.D * item) + padded(key_block * filled<A>(p.D) * item) +
+               padded(key_block * filled<A>(p.E) * item);
+    }
+
+    // `dq`: dQ in A; `delta`: (B, H, T), to be filled here if the chunk is all there is.
+    Chunk(const Problem& p, const Gradients& r, const Plan& plan, A* delta, A* dq, Scratch& scratch)
+        : p_(p), r_(r), plan_(plan), delta_(delta), dq_(dq), five_(p, r, scratch), s_(scratch.take<A>(key_block * L)),
+          ds_(scratch.take<A>(key_block * L)), slope_(scratch.take<A>(key_block * L)),
+          weight_panel_(scratch.take<Weight>(key_block * panel_pitch)), ds_panel_(scratch.take<Weight>(key_block * panel_pitch)),
+          o_(scratch.take<A>(query_block * p.D)), dk_(scratch.take<A>(key_block * filled<A>(p.D))),
+          dv_(scratch.take<A>(key_block * filled<A>(p.E))) {}
 
     void run(i64 b, i64 g, i64 chunk) {
         begin(b, g, chunk);
-        for (i64 i = 0; i < keys_ * D_; ++i) dk_[i] = 0;
-        for (i64 i = 0; i < keys_ * E_; ++i) dv_[i] = 0;
+        for (i64 i = 0; i < keys_ * filled<A>(p_.D); ++i) dk_[i] = 0;
+        for (i64 i = 0; i < keys_ * filled<A>(p_.E); ++i) dv_[i] = 0;
         // The last queries first: under a causal mask all chunks see them, so that none waits for its first turn.
         const i64 repeat = p_.H / p_.G;
         for (i64 h = g * repeat; h < (g + 1) * repeat; ++h) {
@@ -259,22 +388,22 @@ class Chunk {
                 if (plan_.sees(b, block, chunk)) add(h, block);
             }
         }
-        write(dk_, D_, p_.D, static_cast<A>(p_.scale), r_.dk);
-        write(dv_, E_, p_.E, 1, r_.dv);
+        write(dk_, p_.D, static_cast<A>(p_.scale), r_.dk);
+        write(dv_, p_.E, 1, r_.dv);
     }
 
     // Adds dS of block `block` of head h to sums (key_block, query_block).
     void add_slopes(i64 b, i64 h, i64 block, i64 chunk, double* sums) {
         const i64 g = h / (p_.H / p_.G);
         if (b != b_ || g != g_ || chunk != chunk_) begin(b, g, chunk);
-        const int count = meet(h, block);
-        for (int n = 0; n < count; ++n) {
-            for (i64 j = members_[n].low; j < members_[n].high; ++j) {
-                const A* const ds = ds_ + (n * key_block + j) * L;
+        meet(h, block, false, [&](int n) {
+            const Member<A>& member = members_[n];
+            for (i64 j = member.low; j < member.high; ++j) {
+                const A* const ds = ds_ + (j - member.low) * L;
                 double* const to = sums + j * query_block + n * L;
                 for (int lane = 0; lane < L; ++lane) to[lane] += static_cast<double>(ds[lane]);
             }
-        }
+        });
     }
 
   private:
@@ -284,176 +413,187 @@ class Chunk {
         chunk_ = chunk;
         start_ = chunk * key_block;
         keys_ = smaller_of(key_block, p_.S - start_);
-        k_ = Rows_of<A>(p_, p_.k, b, g, p_.D, k_copies_).rows(start_, start_ + keys_, k_row_);
-        v_ = Rows_of<A>(p_, p_.v, b, g, p_.E, v_copies_).rows(start_, start_ + keys_, v_row_);
-        all_finite_ = finite(k_, k_row_, keys_, p_.D);
-        if (all_finite_) return;
-        for (i64 j = 0; j < keys_; ++j) {
-            for (i64 d = 0; d < p_.D; ++d) k_finite_[j * p_.D + d] = k_[j * k_row_ + d];
-        }
-        keep_finite(k_finite_, keys_ * p_.D);
-    }
-
-    // P and dS of one block of queries of head h, in groups; returns how many.
-    int meet(i64 h, i64 block) {
-        const i64 from = block * query_block, to = smaller_of(from + query_block, p_.T);
-        copy_rows(p_, p_.q, b_, h, from, to, p_.D, q_rows_, D_);
-        copy_rows(p_, r_.dout, b_, h, from, to, p_.E, do_rows_, E_);
-        const i64 end = from + (to - from + L - 1) / L * L;
-        for (i64 i = (to - from) * D_; i < (end - from) * D_; ++i) q_rows_[i] = 0;
-        for (i64 i = (to - from) * E_; i < (end - from) * E_; ++i) do_rows_[i] = 0;
-        int count = 0;
-        for (i64 i = from; i < to; i += L, ++count) meet(h, i, smaller_of(i + L, to), count);
-        return count;
+        five_.begin(b, g, start_, keys_);
     }
 
     // What one block of queries of head h and the chunk add to each other's gradients.
     void add(i64 h, i64 block) {
-        const int count = meet(h, block);
-        for (int n = 0; n < count; ++n) finish(n);
-        add_to_keys(members_, count, weights_, do_rows_, E_, keys_, dv_);
-        add_to_keys(members_, count, ds_, q_rows_, D_, keys_, dk_);
-        for (int i = 0; i < count; ++i) {
-            add_strays(i, p_.q, p_.D, ds_, dk_, D_);
-            add_strays(i, r_.dout, p_.E, weights_, dv_, E_);
+        const int count = meet(h, block, true, [&](int n) { lead(n); });
+        const i64 from = block * query_block, queries = smaller_of(query_block, p_.T - from);
+        tiles(keys_, [&]<int M>(i64 j) {
+            // The groups that see any of these keys; what others lie between them has zeros there.
+            int begin = 0, end = count;
+            while (begin < end && !meets(members_[begin], j, M)) ++begin;
+            while (begin < end && !meets(members_[end - 1], j, M)) --end;
+            const i64 first = begin * L, some = smaller_of(end * L, queries) - first;
+            if (some <= 0) return;
+            five_.template gather_v<M>(weight_panel_ + j * panel_pitch, first, some, dv_ + j * filled<A>(p_.E));
+            five_.template gather_k<M>(ds_panel_ + j * panel_pitch, first, some, dk_ + j * filled<A>(p_.D));
+        });
+        for (int n = 0; n < count; ++n) {
+            if (members_[n].stray_q) add_strays(n, p_.q, p_.D, ds_panel_, dk_);
+            if (members_[n].stray_do) add_strays(n, r_.dout, p_.E, weight_panel_, dv_);
         }
         plan_.wait(b_, h, block, chunk_);
-        for (int i = 0; i < count; ++i) {
-            if (members_[i].low == members_[i].high) continue;
-            const auto& g = members_[i].group;
-            add_columns(o_ + i * p_.D * L, g.count, p_.D, dq_ + ((b_ * p_.H + h) * p_.T + g.query[0]) * p_.D);
+        const i64 row = (b_ * p_.H + h) * p_.T + from;
+        for (int n = 0; n < count; ++n) {
+            A* const to = dq_ + (row + n * L) * p_.D;
+            const A* const o = o_ + n * L * p_.D;
+            if (plan_.first(b_, block) == chunk_) put_columns<false>(o, members_[n].group.count, p_.D, to);
+            else if (members_[n].low < members_[n].high) put_columns<true>(o, members_[n].group.count, p_.D, to);
+        }
+        if (sizeof(A) != size_of(p_.type) && plan_.last(b_, block, chunk_)) {
+            char* const to = static_cast<char*>(r_.dq) + row * p_.D * size_of(p_.type);
+            narrow_row<A>(p_.type, dq_ + row * p_.D, queries * p_.D, to);
         }
         plan_.pass(b_, h, block, chunk_);
     }
 
-    // P and dS of group n, which is queries [from, to).
-    void meet(i64 h, i64 from, i64 to, int n) {
-        Member<A>& member = members_[n];
+    static bool meets(const Member<A>& member, i64 j, i64 n) { return member.high > j && member.low < j + n; }
+
+    // Weights and dS of one block of queries of head h, group by group, each of which is then used. Kept in the panels,
+    // if so wanted. Returns how many groups there are.
+    template <class F>
+    int meet(i64 h, i64 block, bool keep, const F& use) {
+        const i64 from = block * query_block, to = smaller_of(from + query_block, p_.T);
+        if (plan_.chunks == 1) fill_delta(p_, r_, b_, h, from, to, delta_ + (b_ * p_.H + h) * p_.T + from);
+        five_.take(b_, h, from, to);
+        int n = 0;
+        for (i64 i = from; i < to; i += L, ++n) {
+            look(members_[n], h, i, smaller_of(i + L, to));
+            const i64 low = members_[n].low, high = members_[n].high;
+            if (low < high) {
+                five_.turn_to(n);
+                weigh(members_[n], n, keep);
+            }
+            use(n);
+            // What products over the whole block reach beside that.
+            if (keep) clear(n, 0, low);
+            if (keep) clear(n, high, keys_);
+        }
+        return n;
+    }
+
+    // Which keys of the chunk queries [from, to) may see.
+    void look(Member<A>& member, i64 h, i64 from, i64 to) const {
         auto& g = member.group = {};
         g.b = b_;
         for (i64 i = from; i < to; ++i) g.add(p_, h, i);
         g.close();
         member.low = larger_of(g.first - start_, 0);
         member.high = smaller_of(g.last - start_, keys_);
-        member.hides = false;
-        const i64 count = member.high - member.low;
-        if (count <= 0 || apart(p_, g, start_ + member.low, count)) {
+        if (member.low >= member.high || apart(p_, g, start_ + member.low, member.high - member.low)) {
             member.low = member.high = 0;
-            return;
         }
-        columns_of(q_rows_ + n * L * D_, D_, q_);
-        columns_of(do_rows_ + n * L * E_, E_, do_);
-        const i64 at = (n * key_block + member.low) * L;
-        member.hides = weigh(g, member.low, count, weights_ + at, ds_ + at, slope_ + at);
-    }
-
-    // The part of dQ of group n, and all made ready for the sums over queries.
-    void finish(int n) {
-        const Member<A>& member = members_[n];
-        if (member.low == member.high) return;
-        const i64 start = (n * key_block + member.low) * L, numbers = (member.high - member.low) * L;
-        A* const ds = ds_ + start;
-        // From the gradient at the bounded scores to that at what they were.
-        for (i64 at = 0; p_.softcap != 0 && at < numbers; at += W) {
-            const V slope = load(ds + at);
-            store<A>(ds + at, slope == 0 ? V{} : slope * load(slope_ + start + at));  // what is hidden may have none
-        }
-        multiply_keys(member, ds, o_ + n * p_.D * L);
-        // What register tiles reach of the keys beside these.
-        clear(n, larger_of(0, member.low - tile_rows), member.low);
-        clear(n, member.high, smaller_of(keys_, member.high + tile_rows));
-        if (!member.hides) return;
-        const i64 rows = member.group.count;
-        keep_finite(q_rows_ + n * L * D_, rows * D_);
-        keep_finite(do_rows_ + n * L * E_, rows * E_);
+        member.hides = member.low > 0 || member.high < keys_ || g.count < L;
     }
 
     void clear(int n, i64 from, i64 to) const {
-        for (i64 at = (n * key_block + from) * L; at < (n * key_block + to) * L; ++at) weights_[at] = ds_[at] = 0;
+        for (i64 j = from; j < to; ++j) {
+            for (int v = 0; v < tile_vectors; ++v) {
+                Five::put(V{}, weight_panel_ + j * panel_pitch + n * L + v * W);
+                Five::put(V{}, ds_panel_ + j * panel_pitch + n * L + v * W);
+            }
+        }
     }
 
-    // The weights of keys [low, low + n) of the chunk and the gradient at their scores, each (n, L). Hidden ones are 0.
-    // Returns whether any is hidden.
-    bool weigh(Group<A, tile_vectors>& g, i64 low, i64 n, A* s, A* dp, A* slope) {
-        scores<Plainly<A>>(k_ + low * k_row_, k_row_ * item, n, q_, p_.D, static_cast<A>(p_.scale), s);
-        if (p_.softcap != 0) cap_slope(n, s, slope);
-        bool hides = add_and_hide(p_, g, start_ + low, n, s);
-        scores<Plainly<A>>(v_ + low * v_row_, v_row_ * item, n, do_, p_.E, 1, dp);
+    // Weights and dS of a group, (keys, L), the latter in ds_; hidden ones are 0.
+    void weigh(Member<A>& member, int n, bool keep) {
+        auto& g = member.group;
+        const i64 count = member.high - member.low;
+        five_.score(member.low, count, s_);
+        if (p_.softcap != 0) cap_slope(count);
+        member.hides |= add_and_hide(p_, g, start_ + member.low, count, s_);
+        five_.rise(member.low, count, ds_);
         A base[L], delta[L];
         for (int lane = 0; lane < L; ++lane) {
             const i64 row = (b_ * p_.H + g.head[lane]) * p_.T + g.query[lane];
             base[lane] = static_cast<const A*>(r_.lse)[row];
             if (base[lane] == -infinity) base[lane] = 0;
             delta[lane] = delta_[row];
-            for (i64 i = 0; lane >= g.count && i < n; ++i) s[i * L + lane] = -infinity;
+            for (i64 i = 0; lane >= g.count && i < count; ++i) s_[i * L + lane] = -infinity;
         }
-        hides |= g.count < L;
-        if (hides) weigh_rows<true>(n, base, delta, s, dp);
-        else weigh_rows<false>(n, base, delta, s, dp);
-        return hides;
+        const i64 at = member.low * panel_pitch + n * L;
+        if (member.hides) weigh_rows<true>(count, base, delta, keep, weight_panel_ + at, ds_panel_ + at);
+        else weigh_rows<false>(count, base, delta, keep, weight_panel_ + at, ds_panel_ + at);
     }
 
     template <bool hides>
-    void weigh_rows(i64 n, const A* base, const A* delta, A* s, A* dp) const {
+    void weigh_rows(i64 n, const A* base, const A* delta, bool keep, Weight* weights, Weight* slopes) const {
         V base_v[tile_vectors], delta_v[tile_vectors];
         for (int v = 0; v < tile_vectors; ++v) {
             base_v[v] = load(base + v * W);
             delta_v[v] = load(delta + v * W);
         }
+        const bool capped = keep && p_.softcap != 0;
         for (i64 i = 0; i < n; ++i) {
 #pragma GCC unroll 4
             for (int v = 0; v < tile_vectors; ++v) {
                 const i64 at = i * L + v * W;
-                const V score = load(s + at);
-                V weight = exp_negative(score - base_v[v]), slope = weight * (load(dp + at) - delta_v[v]);
+                const V score = load(s_ + at);
+                V weight = exp_negative(score - base_v[v]), ds = weight * (load(ds_ + at) - delta_v[v]);
+                if (capped) ds *= load(slope_ + at);
                 if constexpr (hides) {       // e^(−∞ − NaN) would be NaN, and so would 0 · NaN
                     weight = score == -infinity ? V{} : weight;
-                    slope = score == -infinity ? V{} : slope;
+                    ds = score == -infinity ? V{} : ds;
                 }
-                store<A>(s + at, weight);
-                store<A>(dp + at, slope);
+                store<A>(ds_ + at, ds);
+                if (!keep) continue;
+                Five::put(weight, weights + i * panel_pitch + v * W);
+                Five::put(ds, slopes + i * panel_pitch + v * W);
             }
         }
     }
 
-    // Bounds scores, and keeps by how much a bounded one rises with what it was.
-    void cap_slope(i64 n, A* s, A* slope) const {
-        cap<A, tile_vectors>(p_, n, s);
+    // Bounds the scores, and keeps by how much a bounded one rises with what it was.
+    void cap_slope(i64 n) const {
+        cap<A, tile_vectors>(p_, n, s_);
         const A inverse = static_cast<A>(1 / p_.softcap);
         for (i64 at = 0; at < n * L; at += W) {
-            const Vec<A> share = load(s + at) * inverse;
-            store<A>(slope + at, 1 - share * share);
+            const V share = load(s_ + at) * inverse;
+            store<A>(slope_ + at, 1 - share * share);
         }
     }
 
-    // o (D, L) = scale · Σ_j k[j][d] · ds[j][lane].
-    void multiply_keys(const Member<A>& member, const A* ds, A* o) const {
-        const bool strays = member.hides && !all_finite_;
-        const i64 row = strays ? p_.D : k_row_, count = member.high - member.low;
-        const A* const k = (strays ? k_finite_ : k_) + member.low * row;
-        const A scale = static_cast<A>(p_.scale);
-        tiles(p_.D, [=]<int M>(i64 first) {
-            product<Plainly<A>, M>(reinterpret_cast<const char*>(k + first), item, row * item, ds, count, scale,
-                                   o + first * L);
-        });
-        if (!strays) return;
+    // The part of dQ of group n, and its rows made ready for the sums over queries.
+    void lead(int n) {
+        Member<A>& member = members_[n];
+        A* const o = o_ + n * L * p_.D;
+        member.stray_q = member.stray_do = false;
+        if (member.low < member.high) {
+            five_.lead(member.low, member.high - member.low, ds_, member.hides, o);
+            if (member.hides && !five_.keys_finite()) add_stray_keys(member, o);
+        } else {
+            for (i64 i = 0; i < L * p_.D; ++i) o[i] = 0;
+        }
+        if (!member.hides) return;
+        member.stray_q = five_.tame_q(n);
+        member.stray_do = five_.tame_do(n);
+    }
+
+    // What is not finite in K, for the queries that see it.
+    void add_stray_keys(const Member<A>& member, A* o) const {
         const auto& g = member.group;
-        for (i64 j = member.low; j < member.high; ++j) {
-            for (i64 d = 0; d < p_.D; ++d) {
-                const A value = k_[j * k_row_ + d];
-                if (value * 0 == 0) continue;
-                for (int lane = 0; lane < g.count; ++lane) {
-                    if (!visible(p_, b_, g.head[lane], g.query[lane], start_ + j)) continue;
-                    o[d * L + lane] += scale * (ds[(j - member.low) * L + lane] * value);
+        const i64* strides = p_.k.strides;
+        const A scale = static_cast<A>(p_.scale);
+        typed(p_.type, p_.k.data, [&](auto* data) {
+            for (i64 j = member.low; j < member.high; ++j) {
+                const i64 row = b_ * strides[0] + g_ * strides[1] + (start_ + j) * strides[2];
+                for (i64 d = 0; d < p_.D; ++d) {
+                    const A value = static_cast<A>(widen(data[row + d * strides[3]]));
+                    if (value * 0 == 0) continue;
+                    for (int lane = 0; lane < g.count; ++lane) {
+                        if (!visible(p_, b_, g.head[lane], g.query[lane], start_ + j)) continue;
+                        o[d * L + lane] += scale * (ds_[(j - member.low) * L + lane] * value);
+                    }
                 }
             }
-        }
+        });
     }
 
     // What is not finite in rows of Q or dO of group n, for the keys that are seen from there.
-    void add_strays(int n, const Array4& array, i64 width, const A* left, A* sums, i64 pitch) const {
+    void add_strays(int n, const Array4& array, i64 width, const Weight* panel, A* sums) const {
         const Member<A>& member = members_[n];
-        if (!member.hides) return;
         const auto& g = member.group;
         const i64* strides = array.strides;
         typed(p_.type, array.data, [&](auto* data) {
@@ -464,7 +604,7 @@ class Chunk {
                     if (value * 0 == 0) continue;
                     for (i64 j = member.low; j < member.high; ++j) {
                         if (!visible(p_, b_, g.head[lane], g.query[lane], start_ + j)) continue;
-                        sums[j * pitch + c] += left[(n * key_block + j) * L + lane] * value;
+                        sums[j * filled<A>(width) + c] += widen(panel[j * panel_pitch + n * L + lane]) * value;
                     }
                 }
             }
@@ -472,26 +612,23 @@ class Chunk {
     }
 
     // The chunk's rows of a result, times `scale`.
-    void write(A* sums, i64 pitch, i64 width, A scale, void* to) const {
-        for (i64 j = 0; j < keys_; ++j) {
-            A* const row = sums + j * pitch;
-            for (i64 c = 0; c < width; ++c) row[c] *= scale;
-            const i64 at = ((b_ * p_.G + g_) * p_.S + start_ + j) * width;
-            narrow_row<A>(p_.type, row, width, static_cast<char*>(to) + at * size_of(p_.type));
-        }
+    void write(A* sums, i64 width, A scale, void* to) const {
+        const i64 pitch = filled<A>(width);
+        for (i64 at = 0; at < keys_ * pitch; at += W) store<A>(sums + at, load(sums + at) * scale);
+        char* const first = static_cast<char*>(to) + ((b_ * p_.G + g_) * p_.S + start_) * width * size_of(p_.type);
+        for (i64 j = 0; j < keys_; ++j) narrow_row<A>(p_.type, sums + j * pitch, width, first + j * width * size_of(p_.type));
     }
 
     const Problem& p_;
     const Gradients& r_;
     const Plan& plan_;
-    const A* delta_;
-    A* dq_;
-    i64 D_, E_;                              // widths of rows, filled up
-    A *k_copies_, *k_finite_, *v_copies_, *q_, *do_, *q_rows_, *do_rows_, *weights_, *ds_, *slope_, *o_, *dk_, *dv_;
-    Member<A> members_[groups];
-    i64 b_ = -1, g_ = -1, chunk_ = -1, start_ = 0, keys_ = 0, k_row_ = 0, v_row_ = 0;
-    const A *k_ = nullptr, *v_ = nullptr;
-    bool all_finite_ = true;
+    A *delta_, *dq_;
+    Five five_;
+    A *s_, *ds_, *slope_;                    // of one group, (keys, L)
+    Weight *weight_panel_, *ds_panel_;       // of a block, (keys, panel_pitch)
+    A *o_, *dk_, *dv_;
+    Member<A> members_[most];
+    i64 b_ = -1, g_ = -1, chunk_ = -1, start_ = 0, keys_ = 0;
 };
 
 // A task that has no memory takes its turns all the same, for others wait for theirs.
@@ -508,10 +645,12 @@ inline void pass_all(const Problem& p, const Plan& plan, i64 b, i64 g, i64 chunk
 
 // The gradient at the bias: dS, summed over the axes along which the bias was broadcast. A task has a place of its own on
 // every other axis, a block of queries or a chunk of keys at a time, and makes dS once more for all that it sums.
-template <class A>
+template <class Five>
 class Biases {
   public:
-    Biases(const Problem& p, const Gradients& r, const Plan& plan, const A* delta) : p_(p), r_(r), plan_(plan), delta_(delta) {
+    using A = typename Five::A;
+
+    Biases(const Problem& p, const Gradients& r, const Plan& plan, A* delta) : p_(p), r_(r), plan_(plan), delta_(delta) {
         const i64 counts[4] = {p.B, p.H, plan.blocks, plan.chunks};
         for (int axis = 0; axis < 4; ++axis) parts_[axis] = r.dbias_strides[axis] ? counts[axis] : 1;
     }
@@ -519,11 +658,11 @@ class Biases {
     bool run(int threads) const {
         return each(parts_[0] * parts_[1] * parts_[2] * parts_[3], threads, [&](i64 task) {
             const i64 numbers = key_block * query_block;
-            Scratch scratch(workspace(Chunk<A>::bytes(p_) + padded(numbers * 8)));
+            Scratch scratch(workspace(Chunk<Five>::bytes(p_) + padded(numbers * 8)));
             if (!scratch) return false;
             double* const sums = scratch.take<double>(numbers);
             for (i64 i = 0; i < numbers; ++i) sums[i] = 0;
-            Chunk<A> chunk(p_, r_, plan_, delta_, nullptr, scratch);
+            Chunk<Five> chunk(p_, r_, plan_, delta_, nullptr, scratch);
             i64 at[4];
             for (int axis = 3; axis >= 0; --axis) {
                 at[axis] = task % parts_[axis];
@@ -542,7 +681,7 @@ class Biases {
 
     Range range(int axis, i64 at, i64 count) const { return r_.dbias_strides[axis] ? Range{at, at + 1} : Range{0, count}; }
 
-    void add(Chunk<A>& chunk, const i64* at, double* sums) const {
+    void add(Chunk<Five>& chunk, const i64* at, double* sums) const {
         const Range bs = range(0, at[0], p_.B), hs = range(1, at[1], p_.H), blocks = range(2, at[2], plan_.blocks),
                     chunks = range(3, at[3], plan_.chunks);
         for (i64 c = chunks.from; c < chunks.to; ++c) {
@@ -583,32 +722,9 @@ class Biases {
     const Problem& p_;
     const Gradients& r_;
     const Plan& plan_;
-    const A* delta_;
+    A* delta_;
     i64 parts_[4];                           // of the result on each axis
 };
-
-// delta of a row.
-template <class A>
-A delta_of(const Problem& p, const Gradients& r, i64 b, i64 h, i64 i) {
-    return typed(p.type, r.out.data, [&](auto* out_data) {
-        using In = typename Plain<__typeof__(*out_data)>::Is;
-        constexpr int W = Simd<A>::W;
-        const i64 *so = r.out.strides, *sd = r.dout.strides;
-        const auto* const out = out_data + b * so[0] + h * so[1] + i * so[2];
-        const auto* const dout = reinterpret_cast<const In*>(r.dout.data) + b * sd[0] + h * sd[1] + i * sd[2];
-        A delta = 0;
-        i64 e = 0;
-        if constexpr ((sizeof(A) == 8) == (sizeof(In) == 8)) {
-            if (so[3] == 1 && sd[3] == 1) {
-                Vec<A> sums{};
-                for (; e + W <= p.E; e += W) sums += load_wide(out + e) * load_wide(dout + e);
-                delta = sum<A>(sums);
-            }
-        }
-        for (; e < p.E; ++e) delta += static_cast<A>(widen(out[e * so[3]])) * static_cast<A>(widen(dout[e * sd[3]]));
-        return r.dlse ? delta - static_cast<const A*>(r.dlse)[(b * p.H + h) * p.T + i] : delta;
-    });
-}
 
 // dsink_h = −Σ e^(sink − lse) · delta over the rows that see anything.
 template <class A>
@@ -625,38 +741,37 @@ void sum_sinks(const Problem& p, const Gradients& r, const A* delta, i64 h) {
     static_cast<A*>(r.dsinks)[h] = static_cast<A>(sum);
 }
 
-template <class A>
+template <class Five>
 bool differentiate(const Problem& p, const Gradients& r, int threads) {
+    using A = typename Five::A;
     const i64 rows = p.B * p.H * p.T, item = size_of(p.type);
     const bool in_place = item == sizeof(A);
-    const Memory wide(in_place ? 1 : rows * p.D * static_cast<i64>(sizeof(A)) + 1), deltas(rows * static_cast<i64>(sizeof(A)) + 1);
+    const Memory wide(in_place ? 1 : rows * p.D * static_cast<i64>(sizeof(A)) + 1);
+    const Memory deltas(rows * static_cast<i64>(sizeof(A)) + 1);
     const Plan plan(p);
     if (!wide.data || !deltas.data || !plan) return false;
     A* const dq = static_cast<A*>(in_place ? r.dq : wide.data);
     A* const delta = static_cast<A*>(deltas.data);
-    // Of every block of queries, delta, and zeros to begin with in dQ.
-    each(p.B * p.H * plan.blocks, threads, [&](i64 task) {
+    // A chunk that is all there is makes delta where it needs it.
+    const bool ahead = plan.chunks > 1;
+    each(ahead || plan.blind ? p.B * p.H * plan.blocks : 0, threads, [&](i64 task) {
         const i64 block = task % plan.blocks, bh = task / plan.blocks, from = block * query_block;
-        const i64 to = smaller_of(from + query_block, p.T);
-        for (i64 i = from; i < to; ++i) delta[bh * p.T + i] = delta_of<A>(p, r, bh / p.H, bh % p.H, i);
-        for (i64 at = (bh * p.T + from) * p.D; at < (bh * p.T + to) * p.D; ++at) dq[at] = 0;
+        const i64 to = smaller_of(from + query_block, p.T), row = bh * p.T + from;
+        if (ahead) fill_delta(p, r, bh / p.H, bh % p.H, from, to, delta + row);
+        if (plan.first(bh / p.H, block) < plan.chunks) return true;
+        char* const zeros = static_cast<char*>(r.dq) + row * p.D * item;
+        for (i64 i = 0; i < (to - from) * p.D * item; ++i) zeros[i] = 0;
         return true;
     });
     const i64 heads = p.B * p.G;
     bool good = each(heads * plan.chunks, threads, [&](i64 task) {
         const i64 chunk = task / heads, b = task % heads / p.G, g = task % heads % p.G;
-        Scratch scratch(workspace(Chunk<A>::bytes(p)));
-        if (scratch) Chunk<A>(p, r, plan, delta, dq, scratch).run(b, g, chunk);
+        Scratch scratch(workspace(Chunk<Five>::bytes(p)));
+        if (scratch) Chunk<Five>(p, r, plan, delta, dq, scratch).run(b, g, chunk);
         else pass_all(p, plan, b, g, chunk);
         return static_cast<bool>(scratch);
     });
-    if (!in_place) {
-        each(rows, threads, [&](i64 row) {
-            narrow_row<A>(p.type, dq + row * p.D, p.D, static_cast<char*>(r.dq) + row * p.D * item);
-            return true;
-        });
-    }
-    if (r.dbias) good &= Biases<A>(p, r, plan, delta).run(threads);
+    if (r.dbias) good &= Biases<Five>(p, r, plan, delta).run(threads);
     if (r.dsinks) {
         each(p.H, threads, [&](i64 h) {
             sum_sinks(p, r, delta, h);
@@ -669,7 +784,7 @@ bool differentiate(const Problem& p, const Gradients& r, int threads) {
 }  // namespace
 
 bool backward(const Problem& p, const Gradients& r, int threads) {
-    return p.type == Type::float64 ? differentiate<double>(p, r, threads) : differentiate<float>(p, r, threads);
+    return p.type == Type::float64 ? differentiate<WideFive<double>>(p, r, threads) : differentiate<WideFive<float>>(p, r, threads);
 }
 
 }  // namespace regardant::REGARDANT_ISA
