@@ -45,6 +45,7 @@ class Problem:
         starts_B: first visible key per batch row. `lengths_B`: first invisible one after it.
         segments: document ids of queries (B, T) and keys (B, S), or None.
         mask_BHTS: boolean view, True = visible, or None. `bias_BHTS`: additive view, or None.
+        bias_sizes: the bias's own axes, filled up to four: 1 where `bias_BHTS` repeats it.
         alibi_H: slopes, or None. `sinks_H`: logits, or None. Both in the accumulation type.
         softcap: bound on the scores, or None. `scale`: factor on q·k.
     """
@@ -61,6 +62,7 @@ class Problem:
     segments: tuple[Array, Array] | None
     mask_BHTS: Array | None
     bias_BHTS: Array | None
+    bias_sizes: tuple[int, ...]
     alibi_H: Array | None
     softcap: float | None
     sinks_H: Array | None
@@ -81,17 +83,23 @@ class Problem:
     def head(self, h: int) -> Problem:
         """The problem of query head h alone, with the key/value head that it reads; views only."""
         _, H, G, *_ = self.sizes
-        g = h // (H // G)
-        one, kv = slice(h, h + 1), slice(g, g + 1)
+        return self._only(slice(h, h + 1), h // (H // G))
+
+    def group(self, g: int) -> Problem:
+        """The problem of key/value head g alone, with the query heads that read it; views only."""
+        _, H, G, *_ = self.sizes
+        return self._only(slice(g * (H // G), (g + 1) * (H // G)), g)
+
+    def _only(self, heads: slice, g: int) -> Problem:
         return dataclasses.replace(
             self,
-            q_BHTD=self.q_BHTD[:, one],
-            k_BGSD=self.k_BGSD[:, kv],
-            v_BGSE=self.v_BGSE[:, kv],
-            mask_BHTS=None if self.mask_BHTS is None else self.mask_BHTS[:, one],
-            bias_BHTS=None if self.bias_BHTS is None else self.bias_BHTS[:, one],
-            alibi_H=None if self.alibi_H is None else self.alibi_H[one],
-            sinks_H=None if self.sinks_H is None else self.sinks_H[one],
+            q_BHTD=self.q_BHTD[:, heads],
+            k_BGSD=self.k_BGSD[:, g : g + 1],
+            v_BGSE=self.v_BGSE[:, g : g + 1],
+            mask_BHTS=None if self.mask_BHTS is None else self.mask_BHTS[:, heads],
+            bias_BHTS=None if self.bias_BHTS is None else self.bias_BHTS[:, heads],
+            alibi_H=None if self.alibi_H is None else self.alibi_H[heads],
+            sinks_H=None if self.sinks_H is None else self.sinks_H[heads],
         )
 
     def restore(self, array: Array) -> Array:
@@ -146,6 +154,7 @@ def problem(
         segments=None if segments is None else _segments(op, segments, rank, (B, T), (B, S)),
         mask_BHTS=None if mask is None else _mask(op, mask, (B, H, T, S)),
         bias_BHTS=None if bias is None else _bias(op, bias, (B, H, T, S)),
+        bias_sizes=() if bias is None else (1,) * (4 - bias.ndim) + bias.shape,
         alibi_H=None if alibi is None else _per_head(op, "alibi", alibi, H, accumulator),
         softcap=None if softcap is None else _softcap(op, softcap),
         sinks_H=None if sinks is None else _per_head(op, "sinks", sinks, H, accumulator),
@@ -335,3 +344,39 @@ def watch(op: str, *, top: int, received: bool, pooled: tuple[int, int] | None) 
             _integer(op, "pooled's key blocks", pooled[1], low=1),
         )
     return Watch(_integer(op, "top", top, low=0), bool(received), pooled)
+
+
+def arrived(
+    op: str, problem: Problem, *, out: Array, lse: Array, dout: Array, dlse: Array | None, bias_gradient: bool
+) -> tuple[Array, Array, Array, Array | None]:
+    """Check what the public function `op` is to go backward from; returns out, lse, dout and dlse with all axes.
+
+    Raises:
+        TypeError, ValueError: as `problem`.
+    """
+    if not isinstance(bias_gradient, bool | np.bool):
+        raise TypeError(f"{op}: bias_gradient must be True or False; got {_kind(bias_gradient)}")
+    if bias_gradient and problem.bias_BHTS is None:
+        raise ValueError(f"{op}: bias must be given for bias_gradient=True; got None")
+    B, H, _, T, _, _, E = problem.sizes
+    narrow, wide = problem.q_BHTD.dtype, problem.accumulator
+    return (
+        _result(op, problem, "out", out, narrow, (B, H, T, E)),
+        _result(op, problem, "lse", lse, wide, (B, H, T)),
+        _result(op, problem, "dout", dout, narrow, (B, H, T, E)),
+        None if dlse is None else _result(op, problem, "dlse", dlse, wide, (B, H, T)),
+    )
+
+
+def _result(
+    op: str, problem: Problem, name: str, array: Array, dtype: np.dtype[Any], full: tuple[int, ...]
+) -> Array:
+    """Check one of the forward pass's results, or the gradient arriving at it, and give it all its axes."""
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{op}: {name} must be a NumPy array; got {_kind(array)}")
+    if array.dtype != dtype:
+        raise TypeError(f"{op}: {name} must be {dtype} for q of {problem.q_BHTD.dtype}; got {array.dtype}")
+    shape = full[4 - problem.rank :]
+    if array.shape != shape:
+        raise ValueError(f"{op}: {name} must be {shape}, as attention gives it; got {array.shape}")
+    return array.reshape(full)

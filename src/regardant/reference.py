@@ -120,13 +120,11 @@ class Dense:
 
 def dense(problem: Problem) -> Dense:
     """Scores, weights, lse and output of a problem in float64, by the definition. Memory grows with T·S."""
-    B, H, G, *_ = problem.sizes
-    q_BHTD, k_BGSD, v_BGSE = (a.astype(np.float64) for a in (problem.q_BHTD, problem.k_BGSD, problem.v_BGSE))
-    reads = np.arange(H) // (H // G if G else 1)  # query head h reads key/value head h // (H // G)
-    k_BHSD, v_BHSE = k_BGSD[:, reads], v_BGSE[:, reads]
+    B, H, *_ = problem.sizes
+    q_BHTD, k_BHSD, v_BHSE = _per_query_head(problem)
     # Hidden NaN and Inf may pass through the arithmetic below; the mask takes them out of every result.
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        s_BHTS = problem.scale * (q_BHTD @ k_BHSD.swapaxes(-1, -2))
+        s_BHTS = _capped(problem, q_BHTD, k_BHSD)
         s_BHTS, visible_BHTS = _options(problem, s_BHTS)
         m_BHT = s_BHTS.max(axis=-1, initial=-np.inf)
         live_BHT = m_BHT != -np.inf
@@ -146,12 +144,24 @@ def dense(problem: Problem) -> Dense:
     return Dense(s_BHTS, a_BHTS, visible_BHTS, m_BHT, lse_BHT, out_BHTE)
 
 
+def _per_query_head(problem: Problem) -> tuple[Array, Array, Array]:
+    """Queries, and for each query head the keys and values that it reads, in float64."""
+    _, H, G, *_ = problem.sizes
+    q_BHTD, k_BGSD, v_BGSE = (a.astype(np.float64) for a in (problem.q_BHTD, problem.k_BGSD, problem.v_BGSE))
+    reads = np.arange(H) // (H // G if G else 1)  # query head h reads key/value head h // (H // G)
+    return q_BHTD, k_BGSD[:, reads], v_BGSE[:, reads]
+
+
+def _capped(problem: Problem, q_BHTD: Array, k_BHSD: Array) -> Array:
+    """Scaled dot products, under the softcap if there is one."""
+    s_BHTS: Array = problem.scale * (q_BHTD @ k_BHSD.swapaxes(-1, -2))
+    return s_BHTS if problem.softcap is None else problem.softcap * np.tanh(s_BHTS / problem.softcap)
+
+
 def _options(problem: Problem, s_BHTS: Array) -> tuple[Array, Array]:
-    """Softcap, bias, ALiBi and every condition on visibility, in the order of the definition."""
+    """Bias, ALiBi and every condition on visibility, in the order of the definition."""
     _, _, _, T, S, *_ = problem.sizes
     p_T1, j_S = problem.offset + np.arange(T)[:, None], np.arange(S)
-    if problem.softcap is not None:
-        s_BHTS = problem.softcap * np.tanh(s_BHTS / problem.softcap)
     visible_BHTS = np.ones(s_BHTS.shape, np.bool)
     if problem.bias_BHTS is not None:
         s_BHTS = s_BHTS + problem.bias_BHTS.astype(np.float64)
@@ -184,15 +194,79 @@ def attend(problem: Problem, watch: Watch | None = None) -> dict[str, Array]:
     }
 
 
+def backward(
+    problem: Problem,
+    out_BHTE: Array,
+    lse_BHT: Array,
+    dout_BHTE: Array,
+    dlse_BHT: Array | None,
+    bias_gradient: bool,  # noqa: FBT001 - the three implementations are called alike
+) -> dict[str, Array]:
+    """Gradients of q, k, v and, where they are there or asked for, sinks and bias. Memory grows with T·S.
+
+    For a loss L with dout = ∂L/∂out and dlse = ∂L/∂lse, where c is the score after the softcap and before the rest:
+
+        dv_j  = Σ_i a_ij dout_i                           da_ij = dout_i·v_j
+        δ_i   = Σ_j a_ij da_ij − dlse_i                   ds_ij = a_ij (da_ij − δ_i)       = dbias_ij
+        dx_ij = ds_ij · (1 − (c_ij/softcap)²) · scale     dq_i  = Σ_j dx_ij k_j            dk_j = Σ_i dx_ij q_i
+        dsink_h = −Σ_i exp(sink_h − lse_i) δ_i
+
+    Σ_j a_ij da_ij is dout_i·out_i, which is what the other implementations take. `out_BHTE` and `lse_BHT` are not
+    needed by the definition: they carry the rounding of the forward pass.
+    """
+    del out_BHTE, lse_BHT
+    B, H, G, T, S, D, E = problem.sizes
+    q_BHTD, k_BHSD, v_BHSE = _per_query_head(problem)
+    dout_BHTE = dout_BHTE.astype(np.float64)
+    d = dense(problem)
+    live_BHT = d.m_BHT != -np.inf
+    visible_BHTS = d.visible_BHTS & live_BHT[..., None]
+    # Hidden NaN and Inf may pass through the arithmetic here as well; a narrow type may be too small for a gradient.
+    with np.errstate(invalid="ignore", over="ignore"):
+        da_BHTS = np.where(visible_BHTS, dout_BHTE @ v_BHSE.swapaxes(-1, -2), 0)
+        delta_BHT = (d.a_BHTS * da_BHTS).sum(axis=-1)
+        if dlse_BHT is not None:
+            delta_BHT -= np.where(live_BHT, dlse_BHT, 0)
+        ds_BHTS = np.where(visible_BHTS, d.a_BHTS * (da_BHTS - delta_BHT[..., None]), 0)
+        dx_BHTS = problem.scale * ds_BHTS
+        if problem.softcap is not None:
+            c_BHTS = np.where(visible_BHTS, _capped(problem, q_BHTD, k_BHSD), 0)
+            dx_BHTS = dx_BHTS * (1 - (c_BHTS / problem.softcap) ** 2)
+        dq_BHTD, dk_BHSD, dv_BHSE = np.zeros((B, H, T, D)), np.zeros((B, H, S, D)), np.zeros((B, H, S, E))
+        for at in np.ndindex(B, H):
+            dq_BHTD[at] = mix(dx_BHTS[at], k_BHSD[at], visible_BHTS[at])
+            dk_BHSD[at] = mix(dx_BHTS[at].T, q_BHTD[at], visible_BHTS[at].T)
+            dv_BHSE[at] = mix(d.a_BHTS[at].T, dout_BHTE[at], visible_BHTS[at].T)
+        group = (B, G, H // G if G else 1)  # a key/value head gathers from all query heads that read it
+        gradients = {
+            "dq": dq_BHTD.astype(problem.q_BHTD.dtype),
+            "dk": dk_BHSD.reshape(*group, S, D).sum(axis=2).astype(problem.k_BGSD.dtype),
+            "dv": dv_BHSE.reshape(*group, S, E).sum(axis=2).astype(problem.v_BGSE.dtype),
+        }
+        if problem.sinks_H is not None:
+            dsinks_H = -(_sink_weights(problem, d) * delta_BHT).sum(axis=(0, 2))
+            gradients["dsinks"] = dsinks_H.astype(problem.accumulator)
+        if problem.bias_BHTS is not None and bias_gradient:
+            repeated = tuple(axis for axis, size in enumerate(problem.bias_sizes) if size == 1)
+            dbias = ds_BHTS.sum(axis=repeated, keepdims=True)
+            gradients["dbias"] = dbias.astype(problem.bias_BHTS.dtype)
+    return gradients
+
+
+def _sink_weights(problem: Problem, d: Dense) -> Array:
+    """The share of each row that its head's sink took; 0 without sinks."""
+    if problem.sinks_H is None:
+        return np.zeros_like(d.m_BHT)
+    live_BHT = d.m_BHT != -np.inf
+    log_sink_BHT = problem.sinks_H[:, None] - np.where(live_BHT, d.lse_BHT, 0)
+    return np.where(live_BHT, np.exp(np.minimum(log_sink_BHT, 0)), 0)
+
+
 def _observe(problem: Problem, d: Dense, watch: Watch) -> dict[str, Array]:
     B, H, _, T, S, *_ = problem.sizes
     a_BHTS = d.a_BHTS
     log_a_BHTS = np.where(a_BHTS > 0, np.log(np.where(a_BHTS > 0, a_BHTS, 1)), 0)
-    sink_BHT = np.zeros((B, H, T))
-    if problem.sinks_H is not None:
-        sink_BHT = np.where(
-            d.m_BHT == -np.inf, 0, np.exp(np.minimum(problem.sinks_H[:, None] - d.lse_BHT, 0))
-        )
+    sink_BHT = _sink_weights(problem, d)
     log_sink_BHT = np.where(sink_BHT > 0, np.log(np.where(sink_BHT > 0, sink_BHT, 1)), 0)
     # Heaviest first; among equals the earlier key, which a stable sort of the negated scores gives.
     order_BHTS = np.argsort(-d.s_BHTS, axis=-1, kind="stable")[..., : watch.top]
