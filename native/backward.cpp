@@ -330,6 +330,18 @@ struct Member {
     bool stray_q, stray_do;                  // its rows of Q or dO, not all finite, are left out of the products
 };
 
+// W numbers that lie `stride` apart, widened.
+template <class A, class In>
+Vec<A> load_far(const In* from, i64 stride) {
+    constexpr int W = Simd<A>::W;
+    if constexpr ((sizeof(A) == 8) == (sizeof(In) == 8)) {
+        if (stride == 1) return load_wide(from);
+    }
+    A numbers[W];
+    for (int i = 0; i < W; ++i) numbers[i] = static_cast<A>(widen(from[i * stride]));
+    return load(numbers);
+}
+
 // delta of queries [from, to) of one head, into `delta`.
 template <class A>
 void fill_delta(const Problem& p, const Gradients& r, i64 b, i64 h, i64 from, i64 to, A* delta) {
@@ -340,13 +352,10 @@ void fill_delta(const Problem& p, const Gradients& r, i64 b, i64 h, i64 from, i6
         for (i64 i = from; i < to; ++i) {
             const auto* const out = out_data + b * so[0] + h * so[1] + i * so[2];
             const auto* const dout = reinterpret_cast<const In*>(r.dout.data) + b * sd[0] + h * sd[1] + i * sd[2];
-            A dot = 0;
+            Vec<A> sums{};
             i64 e = 0;
-            if constexpr ((sizeof(A) == 8) == (sizeof(In) == 8)) {
-                Vec<A> sums{};
-                for (; so[3] == 1 && sd[3] == 1 && e + W <= p.E; e += W) sums += load_wide(out + e) * load_wide(dout + e);
-                dot = sum<A>(sums);
-            }
+            for (; e + W <= p.E; e += W) sums += load_far<A>(out + e * so[3], so[3]) * load_far<A>(dout + e * sd[3], sd[3]);
+            A dot = sum<A>(sums);
             for (; e < p.E; ++e) dot += static_cast<A>(widen(out[e * so[3]])) * static_cast<A>(widen(dout[e * sd[3]]));
             delta[i - from] = r.dlse ? dot - static_cast<const A*>(r.dlse)[(b * p.H + h) * p.T + i] : dot;
         }
@@ -547,10 +556,10 @@ class Chunk {
 
     // Bounds the scores, and keeps by how much a bounded one rises with what it was.
     void cap_slope(i64 n) const {
-        cap<A, tile_vectors>(p_, n, s_);
-        const A inverse = static_cast<A>(1 / p_.softcap);
+        const A softcap = static_cast<A>(p_.softcap);
         for (i64 at = 0; at < n * L; at += W) {
-            const V share = load(s_ + at) * inverse;
+            const V share = tanh_of(load(s_ + at) / softcap);
+            store<A>(s_ + at, share * softcap);
             store<A>(slope_ + at, 1 - share * share);
         }
     }
