@@ -11,6 +11,7 @@
 //
 // What is hidden has no part in it: its P and dS are made 0, and where something is hidden, an Inf or NaN in rows of K,
 // Q or dO is taken out of the products and given to those alone who see it.
+#include "pairs.hpp"
 #include "products.hpp"
 
 namespace regardant::REGARDANT_ISA {
@@ -282,10 +283,11 @@ class WideFive {
     }
 
     static void put(Vec<A> weights, Weight* to) { store<A>(to, weights); }
+    void settle(i64) {}                      // rows are read as they are
 
     // The group's part of dQ from keys [j, j + n), (D, L). Where something is hidden, only what is finite is taken in.
     void lead(i64 j, i64 n, const A* ds, bool hides, A* o) {
-        const bool strays = hides && !all_finite_;
+        const bool strays = leaves_out(hides);
         const i64 row = strays ? p_.D : k_row_;
         const A* const k = (strays ? k_finite_ : k_) + j * row;
         const A scale = static_cast<A>(p_.scale);
@@ -293,7 +295,7 @@ class WideFive {
             product<Plainly<A>, M>(reinterpret_cast<const char*>(k + first), item, row * item, ds, n, scale, o + first * L);
         });
     }
-    bool keys_finite() const { return all_finite_; }
+    bool leaves_out(bool hides) const { return hides && !all_finite_; }
 
     // Leaves what is not finite in rows of Q, or of dO, of group n out of the products. Whether there is any.
     bool tame_q(i64 n) { return keep_finite(q_rows_ + n * L * D_, D_); }
@@ -320,6 +322,151 @@ class WideFive {
     const A *k_ = nullptr, *v_ = nullptr;
     bool all_finite_ = true;
 };
+
+#if defined(REGARDANT_PAIRS)
+
+// The same in pairs of bfloat16. Scores and dP lose nothing by it, for their factors are bfloat16 as they come; weights
+// and dS are rounded.
+class PairedFive {
+  public:
+    using A = float;
+    using Weight = Brain;
+    static constexpr int W = Simd<A>::W, L = lanes<A>;
+
+    static i64 bytes(const Problem& p) {
+        const i64 D = filled<A>(p.D), E = filled<A>(p.E);
+        return padded(key_block * even(p.D) * 2) + padded(key_block * even(p.E) * 2) + padded(key_block / 2 * p.D * 4) +
+               padded((key_block / 2 + 1) * L * 4) + padded(larger_of(D, E) * L * 4) + padded(D / 2 * L * 4) +
+               padded(E / 2 * L * 4) + padded(query_block * D * 4) + padded(query_block * E * 4) +
+               padded(query_block / 2 * D * 4) + padded(query_block / 2 * E * 4);
+    }
+
+    PairedFive(const Problem& p, const Gradients& r, Scratch& scratch)
+        : p_(p), r_(r), D_(filled<A>(p.D)), E_(filled<A>(p.E)), k_copies_(scratch.take<Brain>(key_block * even(p.D))),
+          v_copies_(scratch.take<Brain>(key_block * even(p.E))), k_pairs_(scratch.take<Pair>(key_block / 2 * p.D)),
+          ds_pairs_(scratch.take<Pair>((key_block / 2 + 1) * L)), wide_(scratch.take<A>(larger_of(D_, E_) * L)),
+          q_(scratch.take<Pair>(D_ / 2 * L)), do_(scratch.take<Pair>(E_ / 2 * L)), q_rows_(scratch.take<A>(query_block * D_)),
+          do_rows_(scratch.take<A>(query_block * E_)), q_pairs_(scratch.take<Pair>(query_block / 2 * D_)),
+          do_pairs_(scratch.take<Pair>(query_block / 2 * E_)) {}
+
+    void begin(i64 b, i64 g, i64 from, i64 count) {
+        k_ = rows_of(p_.k, b, g, p_.D, from, count, k_copies_, k_row_);
+        v_ = rows_of(p_.v, b, g, p_.E, from, count, v_copies_, v_row_);
+        const auto tamed = [&](i64 j, i64 d) {
+            const Pair bits = j < count ? k_[j * k_row_ + d].bits : 0u;
+            const bool stray = (bits & 0x7f80u) == 0x7f80u;
+            all_finite_ &= !stray;
+            return stray ? 0u : bits;
+        };
+        all_finite_ = true;
+        for (i64 j = 0; j < count; j += 2) {
+            for (i64 d = 0; d < p_.D; ++d) k_pairs_[j / 2 * p_.D + d] = tamed(j, d) | tamed(j + 1, d) << 16;
+        }
+    }
+
+    void take(i64 b, i64 h, i64 from, i64 to) {
+        copy_rows(p_, p_.q, b, h, from, to, p_.D, q_rows_, D_);
+        copy_rows(p_, r_.dout, b, h, from, to, p_.E, do_rows_, E_);
+        const i64 count = to - from, end = (count + L - 1) / L * L;
+        for (i64 i = count * D_; i < end * D_; ++i) q_rows_[i] = 0;
+        for (i64 i = count * E_; i < end * E_; ++i) do_rows_[i] = 0;
+    }
+
+    void turn_to(i64 n) {
+        columns_of(q_rows_ + n * L * D_, D_, wide_);
+        pair_rows(wide_, L, D_, q_);
+        columns_of(do_rows_ + n * L * E_, E_, wide_);
+        pair_rows(wide_, L, E_, do_);
+    }
+
+    void score(i64 j, i64 n, A* s) const {
+        scores<InPairs>(k_ + j * k_row_, k_row_ * 2, n, q_, even(p_.D) / 2, static_cast<A>(p_.scale), s);
+    }
+    void rise(i64 j, i64 n, A* dp) const { scores<InPairs>(v_ + j * v_row_, v_row_ * 2, n, do_, even(p_.E) / 2, 1, dp); }
+
+    static void put(Vec<A> weights, Weight* to) { store_narrow(to, weights); }
+
+    // Pairs of keys begin at the chunk's first.
+    void lead(i64 j, i64 n, const A* ds, bool, A* o) {
+        const i64 before = j % 2, pairs = (before + n + 1) / 2;
+        const auto row = [&](i64 i, int at) { return i >= 0 && i < n ? load(ds + i * L + at) : Vec<A>{}; };
+        for (i64 i = 0; i < pairs; ++i) {
+            for (int at = 0; at < L; at += W) {
+                const Pairs both = round_pairs_or_nan(row(2 * i - before, at), row(2 * i + 1 - before, at));
+                std::memcpy(ds_pairs_ + i * L + at, &both, sizeof both);
+            }
+        }
+        const Pair* const k = k_pairs_ + j / 2 * p_.D;
+        tiles(p_.D, [&]<int M>(i64 first) {
+            product<InPairs, M>(reinterpret_cast<const char*>(k + first), sizeof(Pair), p_.D * static_cast<i64>(sizeof(Pair)),
+                                ds_pairs_, pairs, static_cast<A>(p_.scale), o + first * L);
+        });
+    }
+    bool leaves_out(bool) const { return !all_finite_; }
+
+    bool tame_q(i64 n) { return keep_finite(q_rows_ + n * L * D_, D_); }
+    bool tame_do(i64 n) { return keep_finite(do_rows_ + n * L * E_, E_); }
+
+    // Rows of group n are laid beside each other.
+    void settle(i64 n) {
+        pair_rows(q_rows_ + n * L * D_, D_, L, q_pairs_ + n * L / 2 * D_);
+        pair_rows(do_rows_ + n * L * E_, E_, L, do_pairs_ + n * L / 2 * E_);
+    }
+
+    template <int M>
+    void gather_v(const Weight* weights, i64 first, i64 count, A* sums) const {
+        add_vectors<InPairs, M>(E_ / W, reinterpret_cast<const char*>(weights + first), panel_pitch * 2,
+                                do_pairs_ + first / 2 * E_, E_, (count + 1) / 2, sums);
+    }
+    template <int M>
+    void gather_k(const Weight* ds, i64 first, i64 count, A* sums) const {
+        add_vectors<InPairs, M>(D_ / W, reinterpret_cast<const char*>(ds + first), panel_pitch * 2,
+                                q_pairs_ + first / 2 * D_, D_, (count + 1) / 2, sums);
+    }
+
+  private:
+    static i64 even(i64 n) { return (n + 1) / 2 * 2; }
+
+    // Rows of one head where they lie, or copied to an even width.
+    const Brain* rows_of(const Array4& array, i64 b, i64 g, i64 width, i64 from, i64 count, Brain* copies, i64& pitch) const {
+        const i64* strides = array.strides;
+        const Brain* const start =
+            reinterpret_cast<const Brain*>(array.data) + b * strides[0] + g * strides[1] + from * strides[2];
+        pitch = strides[2];
+        if (strides[3] == 1 && width % 2 == 0) return start;
+        pitch = even(width);
+        for (i64 j = 0; j < count; ++j) {
+            for (i64 d = 0; d < width; ++d) copies[j * pitch + d] = start[j * strides[2] + d * strides[3]];
+            if (width % 2) copies[j * pitch + width] = Brain{0};
+        }
+        return copies;
+    }
+
+    // Of an even number of rows, each two as one row of pairs. The numbers are bfloat16, widened.
+    static void pair_rows(const A* rows, i64 width, i64 count, Pair* to) {
+        for (i64 i = 0; i < count; i += 2) {
+            for (i64 c = 0; c < width; c += W) {
+                const Pairs both = ((Pairs)load(rows + i * width + c) >> 16) | (Pairs)load(rows + (i + 1) * width + c);
+                std::memcpy(to + i / 2 * width + c, &both, sizeof both);
+            }
+        }
+    }
+
+    const Problem& p_;
+    const Gradients& r_;
+    i64 D_, E_;
+    Brain *k_copies_, *v_copies_;
+    Pair *k_pairs_, *ds_pairs_;
+    A* wide_;
+    Pair *q_, *do_;
+    A *q_rows_, *do_rows_;
+    Pair *q_pairs_, *do_pairs_;
+    i64 k_row_ = 0, v_row_ = 0;
+    const Brain *k_ = nullptr, *v_ = nullptr;
+    bool all_finite_ = true;
+};
+
+#endif
 
 // A group of queries of a block, and what of the chunk it may see.
 template <class A>
@@ -571,13 +718,13 @@ class Chunk {
         member.stray_q = member.stray_do = false;
         if (member.low < member.high) {
             five_.lead(member.low, member.high - member.low, ds_, member.hides, o);
-            if (member.hides && !five_.keys_finite()) add_stray_keys(member, o);
+            if (five_.leaves_out(member.hides)) add_stray_keys(member, o);
         } else {
             for (i64 i = 0; i < L * p_.D; ++i) o[i] = 0;
         }
-        if (!member.hides) return;
-        member.stray_q = five_.tame_q(n);
-        member.stray_do = five_.tame_do(n);
+        member.stray_q = member.hides && five_.tame_q(n);
+        member.stray_do = member.hides && five_.tame_do(n);
+        five_.settle(n);
     }
 
     // What is not finite in K, for the queries that see it.
@@ -793,6 +940,9 @@ bool differentiate(const Problem& p, const Gradients& r, int threads) {
 }  // namespace
 
 bool backward(const Problem& p, const Gradients& r, int threads) {
+#if defined(REGARDANT_PAIRS)
+    if (p.type == Type::bfloat16) return differentiate<PairedFive>(p, r, threads);
+#endif
     return p.type == Type::float64 ? differentiate<WideFive<double>>(p, r, threads) : differentiate<WideFive<float>>(p, r, threads);
 }
 

@@ -41,6 +41,9 @@ inline Arriving draw_arriving(const Situation& x, const std::vector<char>& out, 
     });
     a.dout = Array(random, p.type, p.B, p.H, p.T, p.E, layout());
     a.dout.each([&](i64 b, i64 h, i64 i, i64 e) { a.dout.set(b, h, i, e, random.normal()); });
+    if (random.chance(0.15)) {  // as a visible NaN in the situation, but here
+        a.dout.set(random.below(p.B), random.below(p.H), random.below(p.T), random.below(p.E), not_a_number);
+    }
     a.lse = lse;
     if (random.chance(0.6)) {
         a.dlse.resize(lse.size());
