@@ -3,10 +3,10 @@
     python -m benchmarks.backward [--rounds N] [--peers torch,...] [--cases SUBSTRING] [--json]
 
 All run in this process, by turns, on the same arrays. Before anything is timed, the gradients of one key/value head
-are compared with their values in float64, by the definition. An error is relative to the largest number of a gradient;
-the budget is that of the definition in float32, from an output in the input's type. Times are medians of a forward and
-a backward pass together. FLOPs are counted over visible pairs: two products forward, five backward. It refuses to
-print a time for a wrong answer.
+are compared with their values in float64, by the definition. An error is relative to a gradient's largest number; the
+budget is that of the definition in float32, from an output in the input's type. Times are medians of a forward and a
+backward pass together. FLOPs are counted over visible pairs: two products forward, five backward. It refuses to print
+a time for a wrong answer.
 
 Shape legend: B batch, H query heads, G key/value heads, T queries and keys, D width; R query heads of one key/value
 head, N queries at a time.
