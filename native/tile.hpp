@@ -260,12 +260,11 @@ inline bool hide_masked(const Problem& p, const Group<A, N>& g, i64 j, i64 n, A*
     return hides;
 }
 
-// What the options make of scaled dot products with keys [j, j + n), in place; hidden ones become −∞.
+// What the options but the softcap make of scores of keys [j, j + n), in place; hidden ones become −∞.
 // Returns whether any is hidden.
 template <class A, int N>
-inline bool apply_options(const Problem& p, Group<A, N>& g, i64 j, i64 n, A* s) {
+inline bool add_and_hide(const Problem& p, Group<A, N>& g, i64 j, i64 n, A* s) {
     bool hides = false;
-    if (p.softcap != 0) cap<A, N>(p, n, s);
     if (p.bias.data) hides |= add_bias(p, g, j, n, s);
     if (p.alibi) add_alibi(p, g, j, n, s);
     if (j < g.full_from || j + n > g.full_to) {
@@ -275,6 +274,13 @@ inline bool apply_options(const Problem& p, Group<A, N>& g, i64 j, i64 n, A* s) 
     if (p.q_segments) hides |= hide_documents(p, g, j, n, s);
     if (p.mask.data) hides |= hide_masked(p, g, j, n, s);
     return hides;
+}
+
+// The same for scaled dot products, with the softcap, which comes first.
+template <class A, int N>
+inline bool apply_options(const Problem& p, Group<A, N>& g, i64 j, i64 n, A* s) {
+    if (p.softcap != 0) cap<A, N>(p, n, s);
+    return add_and_hide(p, g, j, n, s);
 }
 
 // The largest score of each lane.

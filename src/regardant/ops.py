@@ -324,8 +324,7 @@ def attention_backward(
     arrived = problems.arrived(
         "attention_backward", checked, out=out, lse=lse, dout=dout, dlse=dlse, bias_gradient=bias_gradient
     )
-    # The compiled kernels have no backward pass yet.
-    chosen = implementation("attention_backward", "blocked" if impl == "auto" else impl)
+    chosen = implementation("attention_backward", impl)
     made = chosen.backward(checked, *arrived, bias_gradient)
     dq, dk, dv = (checked.restore(made[name]) for name in ("dq", "dk", "dv"))
     dbias = None if bias is None or not bias_gradient else made["dbias"].reshape(bias.shape)
