@@ -69,3 +69,44 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
         rg.KVCache(0, 2, 2, 8, 8, like=k)
     assert cache.length == 6
     np.testing.assert_array_equal(cache.write(0, k[:, :, :0], v[:, :, :0])[0], k)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (
+            lambda c, k: c.write(0, k.astype(np.float64), k),
+            TypeError,
+            "k must be numpy.ndarray of float32 as the cache is",
+        ),
+        (
+            lambda c, k: c.write(0, k, torch.from_numpy(k)),
+            TypeError,
+            "v must be numpy.ndarray of float32 as the cache is",
+        ),
+        (
+            lambda c, k: c.write(0, None, k),
+            TypeError,
+            "k must be numpy.ndarray of float32 as the cache is; got .*NoneType",
+        ),
+        (lambda c, k: c.write(0, k, k[0]), ValueError, r"v must be \(2, 2, 6, 8\); got \(2, 6, 8\)"),
+        (lambda c, k: c.write(-1, k, k), ValueError, "layer must be at least 0; got -1"),
+        (lambda c, k: c.write(3, k, k), ValueError, "layer must be at most 2; got 3"),
+        (lambda c, _: c.advance(1.5), TypeError, "count must be an integer; got 1.5"),
+        (lambda c, _: c.advance("a"), TypeError, "count must be an integer; got 'a'"),
+        (lambda c, _: c.truncate(None), TypeError, "length must be an integer; got None"),
+        (lambda _, k: rg.KVCache("a", 2, 2, 8, 8, like=k), TypeError, "layers must be an integer; got 'a'"),
+        (lambda *_: rg.KVCache(1, 2, 2, 8, 8, like=None), TypeError, "like must be an array; got None"),
+        (
+            lambda _, k: rg.KVCache(1, 2, 2, 8, 8, like=k.astype(int)),
+            TypeError,
+            "like must be an array of floating numbers",
+        ),
+    ],
+)
+def test_what_is_no_key_value_or_number_is_refused_by_name(call, error, match):
+    _, k, _ = tensors(5, S=6)
+    cache = rg.KVCache(3, 2, 2, 8, 8, like=k)
+    with pytest.raises(error, match=f"KVCache: {match}"):
+        call(cache, k)
+    assert cache.length == 0
