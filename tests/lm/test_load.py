@@ -365,3 +365,21 @@ def test_a_path_with_a_tilde_is_expanded(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     monkeypatch.setenv("USERPROFILE", str(folder.parent))
     assert load("~/tiny").source == Path("~/tiny").expanduser()
+
+
+def test_a_bundled_model_is_loaded_from_the_package_or_its_absence_is_said(tmp_path, monkeypatch):
+    from regardant.lm import fetch
+
+    monkeypatch.setattr(fetch, "__file__", str(tmp_path / "lm" / "fetch.py"))
+    with pytest.raises(
+        ValueError, match=r"tiny: this installation does not hold the model; .*recipes/tiny.sh"
+    ):
+        load("tiny")
+    assert "tiny" not in {entry.name for entry in fetch.models()}
+    folder = tmp_path / "models" / "tiny"
+    folder.mkdir(parents=True)
+    write_folder(folder, random_model("llama"))
+    assert load("tiny").source == folder
+    entry = next(entry for entry in fetch.models() if entry.name == "tiny")
+    assert entry.path == folder
+    assert entry.nbytes == sum(file.stat().st_size for file in folder.iterdir())

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from regardant.train.loop import Progress
 
-_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_DEVICES = ("cpu", "cuda")
 
 
 def train(

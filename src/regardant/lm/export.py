@@ -136,7 +136,9 @@ def _architecture(config: Config) -> str:
             "a GPT-2 model cannot be exported as GGUF: the architectures are llama, qwen2 and qwen3"
         )
     if any(window is not None for window in config.windows):
-        raise UserError("a model with a window cannot be exported as GGUF: readers of these families leave it out")
+        raise UserError(
+            "a model with a window cannot be exported as GGUF: readers of these families leave it out"
+        )
     return config.family
 
 

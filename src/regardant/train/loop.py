@@ -60,7 +60,9 @@ def batch_loss(
         if chosen.recompute and torch.is_grad_enabled()
         else {}
     )
-    hidden_BTC = model.forward(ids_BT, weights, config, segments_BT=segments_BT, **call)
+    # Where every row is of one document there is nothing to hide, and nothing to be asked tile by tile.
+    packed = bool((batch.segments_BT != batch.segments_BT[:, :1]).any())
+    hidden_BTC = model.forward(ids_BT, weights, config, segments_BT=segments_BT if packed else None, **call)
     out_VC = weights["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
     return cross_entropy(hidden_BTC.reshape(-1, config.width), out_VC, labels_BT.reshape(-1), IGNORED)
 

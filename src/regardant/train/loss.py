@@ -32,7 +32,7 @@ class _CrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         dhidden_NC = torch.empty_like(hidden_NC) if wants_hidden else None
         dout_VC = torch.zeros(out_VC.shape, dtype=_wide(out_VC), device=out_VC.device) if wants_out else None
         total = hidden_NC.new_zeros((), dtype=torch.float64)
-        rows = block_rows(out_VC.shape[0])
+        rows, all_count = block_rows(out_VC.shape[0]), bool((labels_N != ignored).all())
         for first in range(0, hidden_NC.shape[0], rows):
             h_nC, labels_n = hidden_NC[first : first + rows], labels_N[first : first + rows]
             counts_n1 = (labels_n != ignored)[:, None]
@@ -43,7 +43,7 @@ class _CrossEntropy(torch.autograd.Function):  # type: ignore[misc]
                 continue
             ds_nV = logp_nV.exp_()
             ds_nV.scatter_add_(1, targets_n1, ds_nV.new_full(targets_n1.shape, -1.0))
-            ds_nV = ds_nV.mul_(counts_n1).to(h_nC.dtype)
+            ds_nV = (ds_nV if all_count else ds_nV.mul_(counts_n1)).to(h_nC.dtype)
             if dhidden_NC is not None:
                 torch.mm(ds_nV, out_VC, out=dhidden_NC[first : first + rows])
             if dout_VC is not None:

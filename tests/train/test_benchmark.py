@@ -1,0 +1,18 @@
+"""The benchmark's plain torch model computes what the loop does: gradients, clipping and updates included."""
+
+import pytest
+from benchmarks import train as benchmark
+
+from regardant.train import settings
+
+
+@pytest.mark.parametrize("shape", [{}, {"heads": 4, "kv_heads": 2}])
+def test_both_sides_have_the_same_losses_step_by_step(shape):
+    chosen = settings.settings("nano", {"context": 48, "batch": 2, "layers": 2, "lr": 1e-3, **shape})
+    steps = benchmark.sides(chosen)
+    losses = {
+        name: [step(batch) for batch in benchmark.batches(chosen, benchmark.CHECKED)]
+        for name, step in steps.items()
+    }
+    assert losses["regardant"] == pytest.approx(losses["torch"], abs=benchmark.AGREE)
+    assert losses["torch"][0] == pytest.approx(8.3, abs=0.2)
