@@ -79,7 +79,7 @@ def train(folder, named, given=(), **options):
             folder,
             [str(n) for n in named],
             options.pop("tokenizer", None),
-            None,
+            options.pop("size", None),
             dict(given),
             resume=options.pop("resume", False),
         )

@@ -129,6 +129,7 @@ def test_what_changed_is_refused_by_name(tmp_path, small_text):
             train(folder, named, given, resume=True, **options)
 
     refused("begun with --width 32; got 64", {"width": 64})
+    refused("begun with --width 32; got --size tiny, which has 192", size="tiny")
     refused("begun with --steps 6; got 7", {"steps": 7})
     refused(
         "begun with other texts: .*other.txt is new", named=[story, _written(tmp_path / "other.txt", "x")]
@@ -149,6 +150,8 @@ def test_what_changed_is_refused_by_name(tmp_path, small_text):
         (folder / name).write_bytes(before.replace(b"1", b"2") + b" ")
         refused(match, named=())
         (folder / name).write_bytes(before)
+    moved = _written(tmp_path / "moved.txt", story.read_text())
+    train(folder, [moved], {**stopped, "keep": 3}, resume=True)  # the same text, and what may differ
     story.write_text(story.read_text().replace("king", "ring"))
     refused("story.txt: was changed since")
     refused("story.txt: was changed since", named=())

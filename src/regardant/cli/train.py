@@ -193,12 +193,12 @@ def _train(
 
     run.refuse_what_is_no_run(out)
     quiet = as_json or sys.stderr.isatty()
-    with run.locked(out), _stopping(minutes) as stop:
+    with run.locked(out):
         with terminal.bar("Reading the texts") as report:
             training = run.open_run(out, texts, tokenizer, size, given, resume=resume, report=report)
         if not quiet:
             terminal.say(_beginning(training))
-        with terminal.bar("Training") as report:
+        with terminal.bar("Training") as report, _stopping(minutes) as stop:
             outcome = loop.train(training, stop, _shown(report, quiet=quiet))
     outcome |= {"page": str(out / "report.html"), "notes": training.notes}
     if as_json:

@@ -203,7 +203,7 @@ def sync(*paths: Path) -> None:
     for path in paths:
         if path.is_dir() and sys.platform == "win32":
             continue
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
         try:
             os.fsync(handle)
         finally:
@@ -213,7 +213,7 @@ def sync(*paths: Path) -> None:
 def clear(run: Path) -> None:
     """Delete what a sitting that was killed has left half written or half deleted."""
     for folder in (run, run / FOLDER):
-        for pattern in (f"{_WRITING}*", f"{_DELETING}*"):
+        for pattern in (f"{_WRITING}*", f"{_DELETING}*", ".regardant-*.tmp"):
             for left in folder.glob(pattern):
                 if left.is_dir():
                     shutil.rmtree(left, ignore_errors=True)

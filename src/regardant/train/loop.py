@@ -189,12 +189,20 @@ def train(training: Training, stop: Callable[[], bool], show: Callable[[Progress
         measured = _measure(training, probe, every=None if last else chosen.eval_every)
         valid = measured or valid
         if last or training.step % chosen.checkpoint_every == 0:
-            training.save()
+            _save(training)
             report.write(training.folder)
         left = (chosen.steps - training.step) * chosen.tokens_a_step / speed
         show(Progress(training.step, chosen.steps, loss, valid, speed, left, measured is not None))
-    training.save()
+    _save(training)
     return _outcome(training)
+
+
+def _save(training: Training) -> None:
+    """Write a checkpoint, unless the last update has spoilt the weights: the one before is the good one."""
+    for name, tensor in training.parameters.named():
+        if not bool(torch.isfinite(tensor).all()):
+            raise UserError(f"{name} is not finite after step {training.step}; {_last_good(training)}")
+    training.save()
 
 
 def _last_good(training: Training) -> str:

@@ -361,20 +361,20 @@ def _same_tokenizer(folder: Path, state: dict[str, Any], given: Path | None) -> 
 
 
 def _same_texts(folder: Path, facts: dict[str, Any], named: Sequence[str]) -> None:
-    """Compare the texts, as far as they are still there, with what they were; all of them if they are named."""
+    """Compare the texts with what they were: all that are named, wherever they lie now; else those still there."""
     before = {text["path"]: text["sha256"] for text in facts["texts"]}
-    if named:
-        now = [str(path.resolve()) for path in texts.find(named)]
-        added, gone = [p for p in now if p not in before], [p for p in before if p not in now]
-        if added or gone:
-            what = f"{added[0]} is new" if added else f"{gone[0]} is missing"
-            raise UserError(f"{folder} was begun with other texts: {what}; name the same ones, or none")
-    for name, sha256 in before.items():
-        path = Path(name)
-        if (named or path.exists()) and texts.fingerprint(path) != sha256:
+    paths = texts.find(named) if named else [Path(name) for name in before if Path(name).exists()]
+    now = {str(path.resolve()): texts.fingerprint(path) for path in paths}
+    for name, sha256 in now.items():
+        if before.get(name, sha256) != sha256:
             raise UserError(
-                f"{path}: was changed since {folder} was begun; put it back as it was, or train in another folder"
+                f"{name}: was changed since {folder} was begun; put it back as it was, or train in another folder"
             )
+    if named and sorted(now.values()) != sorted(before.values()):
+        added = next((name for name in now if now[name] not in before.values()), None)
+        gone = next((name for name in before if before[name] not in now.values()), None)
+        what = f"{added} is new" if added else f"{gone} is missing" if gone else "one was named twice"
+        raise UserError(f"{folder} was begun with other texts: {what}; name the same ones, or none")
 
 
 def _forget_after(path: Path, step: int) -> None:

@@ -184,16 +184,17 @@ def restored(plain: Mapping[str, Any], given: Mapping[str, Any], size: str | Non
         UserError: it does; the sentence says what differs.
     """
     before = Settings(**plain)
-    now = {**SIZES.get(size or "", {}), **given}
+    now = dict(given)
+    if (
+        size is not None
+    ):  # what a size stands for beside what is given, a number of heads that follows from another too
+        whole = settings(size, given)
+        now |= {name: getattr(whole, name) for name in SIZES[size]}
     for name, value in now.items():
-        if name not in FREE and name not in given and size is not None and getattr(before, name) != value:
+        if name not in FREE and getattr(before, name) != value:
+            what = str(value) if name in given else f"--size {size}, which has {value}"
             raise UserError(
-                f"{run} was begun with --{name.replace('_', '-')} {getattr(before, name)}, which --size {size} "
-                "is not: leave it out to go on, or choose another folder"
-            )
-        if name not in FREE and name in given and getattr(before, name) != value:
-            raise UserError(
-                f"{run} was begun with --{name.replace('_', '-')} {getattr(before, name)}; got {value}: "
+                f"{run} was begun with --{name.replace('_', '-')} {getattr(before, name)}; got {what}: "
                 "leave it out to go on, or choose another folder"
             )
     return dataclasses.replace(before, **{name: given[name] for name in FREE & given.keys()})
