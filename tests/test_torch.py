@@ -216,5 +216,5 @@ def test_numbers_of_other_kinds_are_taken():
     "wrong", [{"top": -1}, {"top": 1.5}, {"received": 1}, {"pooled": 3}, {"pooled": (0, 1)}]
 )
 def test_what_to_keep_is_checked(wrong):
-    with pytest.raises((TypeError, ValueError), match="^look: "):
+    with pytest.raises((TypeError, ValueError), match=r"^look: "):
         rt.look(Q, Q, Q, **wrong)
