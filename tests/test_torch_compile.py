@@ -1,5 +1,7 @@
 """What torch.compile, torch.export and torch.library see: single operators, right in shape, type and gradient."""
 
+import pathlib
+
 import numpy as np
 import pytest
 import torch
@@ -138,3 +140,15 @@ def test_shapes_that_do_not_fit_are_refused_while_tracing():
         torch._dynamo.exc.TorchRuntimeError, match=r"attention: k must be \(1, G, S, 4\) to match q"
     ):
         torch.compile(rt.attention, fullgraph=True, backend="eager", dynamic=False)(q, q[..., :2], q)
+
+
+def test_the_readmes_lines_on_torch_run():
+    readme = (pathlib.Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (lines,) = (block for block in readme.split("```python\n")[1:] if "import regardant.torch as rt" in block)
+    names = {}
+    exec(compile(lines.split("```")[0], "README.md", "exec"), names)  # noqa: S102 - our own page
+    q, k, v = (names[name] for name in "qkv")
+    assert q.grad.shape == q.shape
+    assert torch.equal(names["fast"](q, k, v), rt.attention(q, k, v))
+    assert names["look"].rows(-1).shape == (2, 8, 1, 256)
+    assert names["layer"].q_proj.weight.grad is not None

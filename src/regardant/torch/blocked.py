@@ -355,7 +355,7 @@ def _finished(
     at_t = torch.arange(t.start, t.stop, device=device) if isinstance(t, slice) else t
     distance_ts = (p.offset + at_t)[:, None] - torch.arange(s.start, s.stop, device=device)
     if p.bias_BHTS is not None:
-        s_BGRts = s_BGRts + _by_group(p.bias_BHTS[:, :, t, s], s_BGRts.shape).to(s_BGRts.dtype)
+        s_BGRts = s_BGRts + _bias(p, t, s, s_BGRts.shape)
     if p.alibi_H is not None:
         slopes_GR11 = p.alibi_H.reshape(*s_BGRts.shape[1:3], 1, 1)
         s_BGRts = s_BGRts - slopes_GR11 * distance_ts.to(s_BGRts.dtype)
@@ -382,9 +382,9 @@ def _visible(
         q_BT, k_BS = p.segments
         conditions.append((q_BT[:, t, None] == k_BS[:, None, s])[:, None, None])
     if p.mask_BHTS is not None:
-        conditions.append(_by_group(p.mask_BHTS[:, :, t, s], shape))
+        conditions.append(p.mask_BHTS[:, :, t, s].reshape(shape))
     if p.bias_BHTS is not None:  # a bias of −∞ hides a key as a mask does
-        conditions.append(_by_group(p.bias_BHTS[:, :, t, s] != -torch.inf, shape))
+        conditions.append(_bias(p, t, s, shape) != -torch.inf)
     if not conditions:
         return None
     visible = conditions[0]
@@ -404,8 +404,9 @@ def _hide(x_BGRts: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     return x_BGRts if visible is None else torch.where(visible, x_BGRts, 0)
 
 
-def _by_group(tile_BHts: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return tile_BHts.reshape(shape)
+def _bias(p: TensorProblem, t: slice | torch.Tensor, s: slice, shape: tuple[int, ...]) -> torch.Tensor:
+    assert p.bias_BHTS is not None  # noqa: S101 - asked only where there is one
+    return p.bias_BHTS[:, :, t, s].reshape(shape).to(p.accumulator)
 
 
 def _mix(a_BGRts: torch.Tensor, x_BGsW: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
