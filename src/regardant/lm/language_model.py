@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from regardant.lm.config import Config
-    from regardant.lm.run import Run
+    from regardant.runs import Run
     from regardant.lm.tokenizer import Tokenizer
 
 # An array of whichever library the weights came in.
