@@ -68,8 +68,8 @@ def our_steps(
     """Two functions: prefill of all of `ids`, and one more token behind the first `CONTEXT` of them."""
 
     def step(part: np.ndarray, cache: Any) -> np.ndarray:
-        hidden = calculation.forward(part, model.weights, model.config, cache=cache)
-        return calculation.logits(hidden[:, -1:], model.weights, model.config)[0, -1]
+        hidden = calculation.forward(part, model.weights, model.config, cache=cache, last=1)
+        return calculation.logits(hidden, model.weights, model.config)[0, -1]
 
     def prefill() -> np.ndarray:
         return step(ids, model.new_cache(1, ids.shape[1]))

@@ -8,7 +8,8 @@ Shape legend: B batch, H query heads, T queries, S keys, E value width; M heads 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -92,7 +93,7 @@ def _hold(problem: Problem) -> _native.Problem:
         _bits(problem.q_BHTD),
         _bits(problem.k_BGSD),
         _bits(problem.v_BGSE),
-        TYPES[problem.q_BHTD.dtype.name],
+        _type(problem.q_BHTD.dtype),
         problem.causal,
         problem.offset,
         problem.window or 0,
@@ -102,12 +103,18 @@ def _hold(problem: Problem) -> _native.Problem:
         None if k_segments is None else np.ascontiguousarray(k_segments, np.int64),
         problem.mask_BHTS,
         None if bias is None else _bits(bias),
-        0 if bias is None else TYPES[bias.dtype.name],
+        0 if bias is None else _type(bias.dtype),
         None if problem.alibi_H is None else problem.alibi_H.astype(np.float64),
         None if problem.sinks_H is None else problem.sinks_H.astype(np.float64),
         problem.softcap or 0.0,
         problem.scale,
     )
+
+
+@functools.cache
+def _type(dtype: np.dtype[Any]) -> int:
+    """The extension's number for an element type; remembered, because a dtype takes long to say its name."""
+    return TYPES[dtype.name]
 
 
 def _bits(array: Array) -> Array:

@@ -125,8 +125,11 @@ def problem(
         ValueError: a shape or a value that does not fit; both name the argument and what was expected.
     """
     rank = _check_tensors(op, q, k, v)
-    fill = (None,) * (4 - rank)
-    q_BHTD, k_BGSD, v_BGSE = (array[(*fill, ...)] for array in (q, k, v))
+    if rank == 4:
+        q_BHTD, k_BGSD, v_BGSE = q, k, v
+    else:
+        fill = (None,) * (4 - rank)
+        q_BHTD, k_BGSD, v_BGSE = q[fill], k[fill], v[fill]
     B, H, T, D = q_BHTD.shape
     S = k_BGSD.shape[2]
     accumulator = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
@@ -180,13 +183,13 @@ def _check_shapes(op: str, q: Array, k: Array, v: Array) -> None:
     rank, width = q.ndim, q.shape[-1]
     if 0 in {width, *v.shape[-1:]}:
         raise ValueError(f"{op}: q and v must be at least 1 wide; got {q.shape} and {v.shape}")
-    batch = q.shape[: rank - 3] if rank > 2 else ()
-    wanted_k = ", ".join([*map(str, batch), *(["G"] if rank > 2 else []), "S", str(width)])
-    if k.ndim != rank or k.shape[-1] != width or k.shape[: len(batch)] != batch:
-        raise ValueError(f"{op}: k must be ({wanted_k}) to match q {q.shape}; got {k.shape}")
-    wanted_v = ", ".join([*map(str, k.shape[:-1]), "E"])
+    batch = q.shape[:-3]
+    if k.ndim != rank or k.shape[-1] != width or k.shape[:-3] != batch:
+        wanted = ", ".join([*map(str, batch), *(["G"] if rank > 2 else []), "S", str(width)])
+        raise ValueError(f"{op}: k must be ({wanted}) to match q {q.shape}; got {k.shape}")
     if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"{op}: v must be ({wanted_v}) to match k {k.shape}; got {v.shape}")
+        wanted = ", ".join([*map(str, k.shape[:-1]), "E"])
+        raise ValueError(f"{op}: v must be ({wanted}) to match k {k.shape}; got {v.shape}")
     if rank > 2:
         heads, kv_heads = q.shape[-3], k.shape[-3]
         if heads % kv_heads if kv_heads else heads:
@@ -195,7 +198,7 @@ def _check_shapes(op: str, q: Array, k: Array, v: Array) -> None:
 
 def _bounds(op: str, name: str, given: ArrayLike | None, B: int, S: int, *, default: int) -> Array:
     if given is None:
-        return np.full(B, default, np.int64)
+        return _same_bound(B, default)
     bounds = _integers(op, name, given)
     if bounds.shape != (B,):
         raise ValueError(f"{op}: {name} must be ({B},), one number per batch row; got {bounds.shape}")
@@ -203,6 +206,14 @@ def _bounds(op: str, name: str, given: ArrayLike | None, B: int, S: int, *, defa
     if outside.size:
         raise ValueError(f"{op}: {name} must lie between 0 and the {S} keys; got {outside[0]}")
     return bounds.astype(np.int64)
+
+
+@functools.lru_cache(maxsize=64)
+def _same_bound(B: int, bound: int) -> Array:
+    """One bound for every batch row; kept, because every layer of a decoding step asks for the same."""
+    bounds = np.full(B, bound, np.int64)
+    bounds.flags.writeable = False
+    return bounds
 
 
 def _segments(

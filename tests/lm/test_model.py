@@ -182,6 +182,32 @@ def test_float64_equals_transformers_where_transformers_keeps_float64(ids):
     assert error(our_logits(ids, tiny.arrays(np.float64), tiny.config), tiny.their_logits(ids)).max() <= 1e-10
 
 
+@pytest.mark.parametrize("last", [0, 1, 5, T])
+def test_the_last_positions_alone_are_those_of_the_whole(tiny, ids, last):
+    weights, starts = tiny.arrays(np.float64), np.asarray(STARTS)
+    for options in ({}, {"starts_B": starts}):
+        whole = model.forward(ids, weights, tiny.config, **options)
+        part = model.forward(ids, weights, tiny.config, last=last, **options)
+        assert part.shape == (3, last, whole.shape[-1])
+        for row, start in enumerate(STARTS if options else [0] * 3):
+            real = max(start, T - last)
+            assert_allclose(
+                part[row, last - (T - real) :], whole[row, real:], rtol=0, atol=1e-12 * np.abs(whole).max()
+            )
+
+
+def test_the_last_positions_behind_a_cache(tiny, ids):
+    weights = tiny.arrays(np.float64)
+    config = tiny.config
+    whole = model.forward(ids, weights, config)
+    like = weights[next(iter(weights))]
+    cache = KVCache(config.layers, 3, config.kv_heads, T, config.head_width, like=like)
+    for first, end in ((0, 20), (20, T)):
+        part = model.forward(ids[:, first:end], weights, config, cache=cache, last=2)
+        cache.advance(end - first)
+        assert_allclose(part, whole[:, end - 2 : end], rtol=0, atol=1e-12 * np.abs(whole).max())
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_bfloat16_is_no_further_from_the_truth_than_transformers(ids, name):
     tiny = tiny_model(name)
@@ -416,6 +442,11 @@ def test_ids_that_cannot_be_are_refused(kind):
         model.forward([[1, 61]], weights, tiny.config)
     with pytest.raises(ValueError, match="ids must lie between 0 and 60; got -1"):
         model.forward([[-1, 60]], weights, tiny.config)
+    for last in (-1, 4):
+        with pytest.raises(
+            ValueError, match=f"forward: last must lie between 0 and the 3 positions; got {last}"
+        ):
+            model.forward([[1, 2, 3]], weights, tiny.config, last=last)
 
 
 @pytest.mark.parametrize("kind", ["arrays", "tensors"])

@@ -115,11 +115,9 @@ class LanguageModel:
         from regardant.lm import model
 
         ids_BT = self._checked(ids)
-        hidden_BTC = model.forward(self._array(ids_BT), self.weights, self.config, cache=cache)
+        hidden_B1C = model.forward(self._array(ids_BT), self.weights, self.config, cache=cache, last=1)
         cache.advance(ids_BT.shape[1])
-        logits_V: NDArray[np.float32] = _to_numpy(
-            model.logits(hidden_BTC[:, -1:], self.weights, self.config)
-        )[0, 0]
+        logits_V: NDArray[np.float32] = _to_numpy(model.logits(hidden_B1C, self.weights, self.config))[0, 0]
         return logits_V
 
     def generate(
