@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from regardant.lm.language_model import LanguageModel
     from regardant.looks import Look
     from regardant.native import capabilities
-    from regardant.ops import attention, look
+    from regardant.ops import Gradients, attention, attention_backward, look
     from regardant.reference import causal_attention, multi_head_attention
     from regardant.threads import set_num_threads
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Gradients",
     "KVCache",
     "Look",
     "attention",
+    "attention_backward",
     "capabilities",
     "causal_attention",
     "load",
@@ -33,9 +35,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Gradients": "ops",
     "KVCache": "cache",
     "Look": "looks",
     "attention": "ops",
+    "attention_backward": "ops",
     "capabilities": "native",
     "causal_attention": "reference",
     "look": "ops",

@@ -19,7 +19,7 @@ Sources: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax";
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -121,7 +121,8 @@ class _Rows:
             p_GRts = np.exp(s_GRts, out=s_GRts)
         self.l_GRt = self.l_GRt * fade_GRt + p_GRts.sum(axis=-1)
         self.n_GRtE *= fade_GRt[..., None]
-        self.n_GRtE += _mix(p_GRts, v_GsE, visible)
+        n_GNE = _mix(_fold(p_GRts), v_GsE, _fold_visible(visible, p_GRts.shape))
+        self.n_GRtE += n_GNE.reshape(self.n_GRtE.shape)
         self.m_GRt = m_GRt
 
     def _weigh(self, p_GRts: Array, s_GRts: Array, base_GRt: Array, fade_GRt: Array) -> None:
@@ -205,18 +206,25 @@ def _largest(s_Ns: Array, K: int, least_N: Array) -> tuple[Array, Array]:
     return keys_NK, scores_NK
 
 
-def _mix(p_GRts: Array, v_GsE: Array, visible: Array | None) -> Array:
-    """Σ_j p_ij v_j over visible keys only: 0 · NaN of a hidden value must not reach the sum."""
-    G, R, t, s = p_GRts.shape
-    p_GNs = p_GRts.reshape(G, R * t, s)
-    if visible is None or np.isfinite(v_GsE).all():
-        return _product(p_GNs, v_GsE).reshape(G, R, t, -1)
-    finite_s: Array = np.all(np.isfinite(v_GsE), axis=(0, -1))
-    n_GRtE = _product(p_GNs, np.where(finite_s[:, None], v_GsE, 0)).reshape(G, R, t, -1)
-    visible_GRts = np.broadcast_to(visible, p_GRts.shape)
-    for j in np.flatnonzero(~finite_s):
-        n_GRtE += np.where(visible_GRts[..., j, None], p_GRts[..., j, None] * v_GsE[:, None, None, j], 0)
-    return n_GRtE
+def _mix(p_GNM: Array, x_GMW: Array, visible_GNM: Array | None) -> Array:
+    """Σ_m p_nm x_m over visible pairs only: 0 · NaN of a hidden row of x must not reach the sum."""
+    if visible_GNM is None or np.isfinite(x_GMW).all():
+        return _product(p_GNM, x_GMW)
+    finite_M: Array = np.all(np.isfinite(x_GMW), axis=(0, -1))
+    sum_GNW = _product(p_GNM, np.where(finite_M[:, None], x_GMW, 0))
+    for m in np.flatnonzero(~finite_M):
+        sum_GNW += np.where(visible_GNM[..., m, None], p_GNM[..., m, None] * x_GMW[:, None, m], 0)
+    return sum_GNW
+
+
+def _fold(tile_GRts: Array) -> Array:
+    """A tile with the heads that share keys folded into rows: (G, R·t, s)."""
+    G, R, t, s = tile_GRts.shape
+    return tile_GRts.reshape(G, R * t, s)
+
+
+def _fold_visible(visible: Array | None, shape: tuple[int, ...]) -> Array | None:
+    return None if visible is None else _fold(np.broadcast_to(visible, shape))
 
 
 def _scores(
@@ -226,29 +234,48 @@ def _scores(
 
     The tile itself is None if nothing in it is visible. `t` are the queries' indices, `s` a slice of keys.
     """
-    _, H, G, *_ = problem.sizes
     at_t = np.arange(t.start, t.stop) if isinstance(t, slice) else t
     p_t1 = problem.offset + at_t[:, None]
     j_s = np.arange(s.start, s.stop)
     visible = _visible(problem, b, t, s, p_t1, j_s)
     if visible is not None and not visible.any():
         return None
+    s_GRts = _capped(problem, b, q_GNd, s)
+    return _placed(problem, b, s_GRts, t, s, p_t1 - j_s, visible), visible
+
+
+def _capped(problem: Problem, b: int, q_GNd: Array, s: slice) -> Array:
+    """Scaled dot products with the keys `s`, under the softcap if there is one: (G, R, t, s)."""
+    _, H, G, *_ = problem.sizes
     k_GsD = _rows_contiguous(problem.k_BGSD[b, :, s], q_GNd.dtype)
-    s_GRts = _product(q_GNd, k_GsD.swapaxes(-1, -2)).reshape(G, H // G, len(p_t1), len(j_s))
-    if not _is_power_of_two(problem.scale):
+    s_GRts = _product(q_GNd, k_GsD.swapaxes(-1, -2)).reshape(G, H // G, -1, k_GsD.shape[1])
+    if _scale_left(problem) != 1:
         s_GRts *= s_GRts.dtype.type(problem.scale)
     if problem.softcap is not None:
         s_GRts /= problem.softcap
         np.tanh(s_GRts, out=s_GRts)
         s_GRts *= problem.softcap
+    return s_GRts
+
+
+def _placed(
+    problem: Problem,
+    b: int,
+    s_GRts: Array,
+    t: slice | Array,
+    s: slice,
+    distance_ts: Array,
+    visible: Array | None,
+) -> Array:
+    """The scores after what depends on the place: bias, ALiBi, −∞ where hidden. Overwrites them."""
+    _, H, G, *_ = problem.sizes
     if problem.bias_BHTS is not None:
         s_GRts += problem.bias_BHTS[b][:, t, s].reshape(s_GRts.shape)
     if problem.alibi_H is not None:
-        distance_ts = (p_t1 - j_s).astype(s_GRts.dtype)
-        s_GRts -= problem.alibi_H.reshape(G, H // G, 1, 1) * distance_ts
+        s_GRts -= problem.alibi_H.reshape(G, H // G, 1, 1) * distance_ts.astype(s_GRts.dtype)
     if visible is not None:
         np.copyto(s_GRts, -np.inf, where=~visible)
-    return s_GRts, visible
+    return s_GRts
 
 
 def _visible(problem: Problem, b: int, t: slice | Array, s: slice, p_t1: Array, j_s: Array) -> Array | None:
@@ -284,17 +311,18 @@ def _per_head(tile_Hts: Array, G: int) -> Array:
 def _queries(problem: Problem, b: int, t: slice | Array) -> Array:
     """The queries `t` of one batch row, the heads that share keys folded into rows: (G, R·t, D).
 
-    They carry the scale if that costs no rounding, as for D = 16, 64 or 256; `_scores` applies any other.
+    They carry the scale if that costs no rounding, as for D = 16, 64 or 256; any other is left to be applied.
     """
     _, H, G, _, _, D, _ = problem.sizes
     q_HtD: Array = problem.q_BHTD[b][:, t].astype(problem.accumulator)
-    if _is_power_of_two(problem.scale):
+    if _scale_left(problem) == 1:
         q_HtD *= problem.accumulator.type(problem.scale)
     return q_HtD.reshape(G, H // G * q_HtD.shape[1], D)
 
 
-def _is_power_of_two(number: float) -> bool:
-    return abs(math.frexp(number)[0]) == 0.5
+def _scale_left(problem: Problem) -> float:
+    """The factor on the dot products that `_queries` has not put into the queries."""
+    return 1.0 if abs(math.frexp(problem.scale)[0]) == 0.5 else problem.scale
 
 
 def _rows_contiguous(x_GsW: Array, dtype: np.dtype[np.floating]) -> Array:
@@ -356,6 +384,153 @@ def _key_blocks(problem: Problem, b: int, t: slice, keys: int) -> Iterator[slice
         low = max(low, problem.offset + t.start - problem.window + 1)
     for first in range(low, high, keys):
         yield slice(first, min(first + keys, high))
+
+
+def backward(
+    problem: Problem,
+    out_BHTE: Array,
+    lse_BHT: Array,
+    dout_BHTE: Array,
+    dlse_BHT: Array | None,
+    bias_gradient: bool,  # noqa: FBT001 - the three implementations are called alike
+) -> dict[str, Array]:
+    """Gradients of q, k, v and, where they are there or asked for, sinks and bias; formulas: `reference.backward`.
+
+    Each tile of scores is made again, and lse turns it into weights at once: there is no recurrence. Memory beyond
+    the results: for each thread a few tiles, and dk and dv of one key/value head in the accumulation type.
+    """
+    B, H, G, T, S, D, E = problem.sizes
+    dtype = problem.accumulator
+    gradients = {
+        "dq": np.zeros((B, H, T, D), problem.q_BHTD.dtype),
+        "dk": np.zeros((B, G, S, D), problem.k_BGSD.dtype),
+        "dv": np.zeros((B, G, S, E), problem.v_BGSE.dtype),
+    }
+    dsinks_BH = np.zeros((B, H), dtype)
+    dbias = np.zeros(problem.bias_sizes, dtype) if bias_gradient else None
+
+    def work(at: tuple[int, int]) -> None:
+        b, g = at
+        group = problem.group(g)
+        heads = slice(g * (H // G), (g + 1) * (H // G))
+        dk_GSD, dv_GSE = np.zeros((1, S, D), dtype), np.zeros((1, S, E), dtype)
+        queries, keys = _backward_tile_shape(group)
+        with _quiet():
+            for t in _cut(T, queries):
+                here = (b, heads, t)
+                dlse_Rt = None if dlse_BHT is None else dlse_BHT[here]
+                rows = _arrived(group, b, t, out_BHTE[here], lse_BHT[here], dout_BHTE[here], dlse_Rt)
+                dq_GND = np.zeros_like(rows.q_GND)
+                for s in _key_blocks(group, b, t, keys):
+                    tile = _differentiate(group, b, rows, s)
+                    if tile is None:
+                        continue
+                    a_GNs, ds_GNs, dx_GNs, visible_GNs = tile
+                    k_GsD = _rows_contiguous(group.k_BGSD[b, :, s], dtype)
+                    dq_GND += _mix(dx_GNs, k_GsD, visible_GNs)
+                    dk_GSD[:, s] += _mix_columns(dx_GNs, rows.q_GND, visible_GNs)
+                    dv_GSE[:, s] += _mix_columns(a_GNs, rows.dout_GNE, visible_GNs)
+                    if dbias is not None:
+                        _add_repeated(dbias, (slice(b, b + 1), heads, t, s), ds_GNs)
+                dq_GND *= dtype.type(problem.scale)
+                gradients["dq"][here] = dq_GND.reshape(gradients["dq"][here].shape)
+                if group.sinks_H is not None:
+                    dsinks_BH[b, heads] += _sinks_gradient(group.sinks_H, rows)
+            dk_GSD *= dtype.type(_scale_left(problem))
+            gradients["dk"][b, g], gradients["dv"][b, g] = dk_GSD[0], dv_GSE[0]
+
+    # Batch rows and heads may share a bias: one thread then sums its gradient, in one order.
+    items = [(b, g) for b in range(B) for g in range(G)]
+    each(work, items, small=dbias is not None or _is_small(problem))
+    if problem.sinks_H is not None:
+        gradients["dsinks"] = dsinks_BH.sum(axis=0)
+    if dbias is not None and problem.bias_BHTS is not None:
+        with _quiet():
+            gradients["dbias"] = dbias.astype(problem.bias_BHTS.dtype)
+    return gradients
+
+
+class _ArrivedRows(NamedTuple):
+    """A block of query rows of one batch row and one key/value head (G = 1), on the way back."""
+
+    t: slice
+    q_GND: Array  # as `_queries` gives them
+    dout_GNE: Array
+    lse_GRt1: Array
+    delta_GRt1: Array  # dout·out − dlse: what a row's softmax, or its lse, takes off all its scores alike
+
+
+def _arrived(
+    group: Problem, b: int, t: slice, out_RtE: Array, lse_Rt: Array, dout_RtE: Array, dlse_Rt: Array | None
+) -> _ArrivedRows:
+    dout_GRtE = dout_RtE[None].astype(group.accumulator)
+    delta_GRt = (dout_GRtE * out_RtE.astype(group.accumulator)).sum(axis=-1)
+    if dlse_Rt is not None:
+        delta_GRt -= dlse_Rt
+    return _ArrivedRows(
+        t, _queries(group, b, t), _fold(dout_GRtE), lse_Rt[None, ..., None], delta_GRt[..., None]
+    )
+
+
+def _differentiate(
+    group: Problem, b: int, rows: _ArrivedRows, s: slice
+) -> tuple[Array, Array, Array, Array | None] | None:
+    """One tile on the way back, each (G, N, s): weights, gradients of the scores and of the dot products, visibility.
+
+    What is hidden is 0. The dot products' lack the factor `scale`. None if nothing in the tile is visible.
+    """
+    p_t1, j_s = group.offset + np.arange(rows.t.start, rows.t.stop)[:, None], np.arange(s.start, s.stop)
+    visible = _visible(group, b, rows.t, s, p_t1, j_s)
+    live_GRt1 = rows.lse_GRt1 != -np.inf
+    if not live_GRt1.all():
+        visible = live_GRt1 if visible is None else visible & live_GRt1
+    if visible is not None and not visible.any():
+        return None
+    s_GRts = _capped(group, b, rows.q_GND, s)
+    slope_GNs = None if group.softcap is None else _fold(1 - (s_GRts / group.softcap) ** 2)
+    s_GRts = _placed(group, b, s_GRts, rows.t, s, p_t1 - j_s, visible)
+    s_GRts -= rows.lse_GRt1
+    a_GNs = _fold(np.exp(s_GRts, out=s_GRts))
+    v_GsE = _rows_contiguous(group.v_BGSE[b, :, s], a_GNs.dtype)
+    ds_GNs = _product(rows.dout_GNE, v_GsE.swapaxes(-1, -2))
+    ds_GNs -= _fold(rows.delta_GRt1)
+    ds_GNs *= a_GNs
+    dx_GNs = ds_GNs if slope_GNs is None else ds_GNs * slope_GNs
+    visible_GNs = _fold_visible(visible, s_GRts.shape)
+    if visible_GNs is not None:
+        for tile_GNs in (a_GNs, ds_GNs, dx_GNs):
+            np.copyto(tile_GNs, 0, where=~visible_GNs)
+    return a_GNs, ds_GNs, dx_GNs, visible_GNs
+
+
+def _mix_columns(p_GNs: Array, x_GNW: Array, visible_GNs: Array | None) -> Array:
+    """Σ_n p_ns x_n over visible pairs only, (G, s, W): what keys gather from a block of queries."""
+    visible_GsN = None if visible_GNs is None else visible_GNs.swapaxes(-1, -2)
+    return _mix(p_GNs.swapaxes(-1, -2), x_GNW, visible_GsN)
+
+
+def _sinks_gradient(sinks_R: Array, rows: _ArrivedRows) -> Array:
+    """−Σ_i exp(sink − lse_i) δ_i for each head, over the rows that see anything; a sink of −∞ is none."""
+    sinks_R1, lse_Rt, delta_Rt = sinks_R[:, None], rows.lse_GRt1[0, ..., 0], rows.delta_GRt1[0, ..., 0]
+    there_Rt = (lse_Rt != -np.inf) & (sinks_R1 != -np.inf)
+    dsinks_R: Array = np.where(there_Rt, -np.exp(sinks_R1 - lse_Rt) * delta_Rt, 0).sum(axis=-1)
+    return dsinks_R
+
+
+def _add_repeated(dbias: Array, place: tuple[slice, slice, slice, slice], ds_GNs: Array) -> None:
+    """Add a tile of gradients at its place, summed over the axes that the bias was repeated along."""
+    _, heads, t, s = place
+    repeated = tuple(axis for axis, size in enumerate(dbias.shape) if size == 1)
+    own = tuple(cut if size > 1 else slice(None) for cut, size in zip(place, dbias.shape, strict=True))
+    ds_1Rts = ds_GNs.reshape(1, heads.stop - heads.start, t.stop - t.start, s.stop - s.start)
+    dbias[own] += ds_1Rts.sum(axis=repeated, keepdims=True)
+
+
+def _backward_tile_shape(group: Problem) -> tuple[int, int]:
+    """As `_tile_shape`; sums over the rows of a tile are products too, and kept as small."""
+    _, R, _, _, _, D, E = group.sizes
+    queries, keys = _tile_shape(group)
+    return max(1, min(queries, PRODUCT // (4 * R * max(D, E)))), keys
 
 
 def _column_sums(problem: Problem, lse_BHT: Array, watch: Watch) -> dict[str, Array]:

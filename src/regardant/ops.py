@@ -1,11 +1,11 @@
-"""`attention` and `look`: check the arguments once, choose an implementation by a visible rule, call it.
+"""`attention`, `look`, `attention_backward`: check the arguments once, choose an implementation visibly, call it.
 
 Both refuse bad input before any work. An implementation named with `impl=` is used or refused, never replaced.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 from regardant import blocked, native, reference
 from regardant import problem as problems
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from regardant.problem import Array
 
-# Each offers attend(problem, watch) and rows(problem, lse, queries, heads), and none imports another.
+# Each offers attend(problem, watch), rows(problem, lse, queries, heads) and
+# backward(problem, out, lse, dout, dlse, bias_gradient), and none imports another.
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "reference": reference,
     "blocked": blocked,
@@ -224,3 +225,106 @@ def look(
     chosen = implementation("look", impl)
     seen = {name: checked.restore(array) for name, array in chosen.attend(checked, watch).items()}
     return Look(**seen, _problem=checked, _rows=chosen.rows)
+
+
+class Gradients(NamedTuple):
+    """What `attention_backward` gives: the gradients of a loss, each in the shape of what it belongs to.
+
+    Attributes:
+        dq: of q. `dk`: of k. `dv`: of v. In their type and rank.
+        dsinks: of the sinks, (H,), float32 (float64 for float64 input); None without sinks.
+        dbias: of the bias, in its shape and type; None unless it was asked for.
+    """
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dsinks: Array | None
+    dbias: Array | None
+
+
+def attention_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    *,
+    dlse: Array | None = None,
+    bias_gradient: bool = False,
+    causal: bool = True,
+    offset: int | None = None,
+    window: int | None = None,
+    starts: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
+    segments: tuple[ArrayLike, ArrayLike] | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: ArrayLike | None = None,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> Gradients:
+    """The gradients of a loss L with respect to what `attention` was given, from those with respect to its results.
+
+        a_ij    = exp(s_ij − lse_i)                           the weights, made again
+        δ_i     = dout_i·out_i − dlse_i
+        ds_ij   = a_ij (dout_i·v_j − δ_i)                     = dbias_ij
+        dx_ij   = ds_ij · (1 − (c_ij/softcap)²)               c: the score after softcap, before bias; else dx = ds
+        dq_i    = scale · Σ_j dx_ij k_j        dk_j = scale · Σ_i dx_ij q_i        dv_j = Σ_i a_ij dout_i
+        dsink_h = −Σ_i exp(sink_h − lse_i) δ_i
+
+    Sums over queries run over all query heads that read a key/value head, sums for sinks over the batch as well.
+
+    Args:
+        q: queries. `k`: keys. `v`: values. They, and the options from `causal` to `scale`, as `attention` had them.
+        out: (B, H, T, E), what `attention(..., return_lse=True)` gave. `lse`: (B, H, T), likewise.
+        dout: ∂L/∂out, out's shape and type.
+        dlse: ∂L/∂lse, lse's shape and type; None if the loss does not depend on lse.
+        bias_gradient: also give the bias's gradient, summed over every axis that the bias was repeated along.
+        impl: "blocked" (NumPy), "reference" (float64, T·S memory), or "auto", the fastest.
+
+    Returns:
+        `Gradients`. A row that sees nothing passes nothing on, and a key that nobody sees gets 0; neither is read
+        into the arithmetic, nor is anything else that is invisible. Products are summed in float32 (float64 for
+        float64 input). Memory beyond the results does not grow with T·S: under "blocked" it is, for each thread, dk
+        and dv of one key/value head, and a bias's gradient has the bias's own size. The alibi slopes, and which keys
+        are visible, have no gradient here.
+
+    Raises:
+        TypeError: an argument of the wrong kind or type.
+        ValueError: a shape or value that does not fit; `bias_gradient` without a bias.
+
+    Sources: Dao et al. 2022, appendix B, for the backward pass from lse; the softcap and sink terms are ours.
+    """
+    checked = problems.problem(
+        "attention_backward",
+        q,
+        k,
+        v,
+        causal=causal,
+        offset=offset,
+        window=window,
+        starts=starts,
+        lengths=lengths,
+        segments=segments,
+        mask=mask,
+        bias=bias,
+        alibi=alibi,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+    )
+    given = problems.arrived(
+        "attention_backward", checked, out=out, lse=lse, dout=dout, dlse=dlse, bias_gradient=bias_gradient
+    )
+    # The compiled kernels have no backward pass yet.
+    chosen = implementation("attention_backward", "blocked" if impl == "auto" else impl)
+    made = chosen.backward(
+        checked, given.out_BHTE, given.lse_BHT, given.dout_BHTE, given.dlse_BHT, bias_gradient
+    )
+    dq, dk, dv = (checked.restore(made[name]) for name in ("dq", "dk", "dv"))
+    dbias = None if bias is None or not bias_gradient else made["dbias"].reshape(bias.shape)
+    return Gradients(dq, dk, dv, made.get("dsinks"), dbias)

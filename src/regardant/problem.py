@@ -45,6 +45,7 @@ class Problem:
         starts_B: first visible key per batch row. `lengths_B`: first invisible one after it.
         segments: document ids of queries (B, T) and keys (B, S), or None.
         mask_BHTS: boolean view, True = visible, or None. `bias_BHTS`: additive view, or None.
+        bias_sizes: the bias's own axes, filled up to four: 1 where `bias_BHTS` repeats it.
         alibi_H: slopes, or None. `sinks_H`: logits, or None. Both in the accumulation type.
         softcap: bound on the scores, or None. `scale`: factor on q·k.
     """
@@ -61,6 +62,7 @@ class Problem:
     segments: tuple[Array, Array] | None
     mask_BHTS: Array | None
     bias_BHTS: Array | None
+    bias_sizes: tuple[int, ...]
     alibi_H: Array | None
     softcap: float | None
     sinks_H: Array | None
@@ -81,17 +83,23 @@ class Problem:
     def head(self, h: int) -> Problem:
         """The problem of query head h alone, with the key/value head that it reads; views only."""
         _, H, G, *_ = self.sizes
-        g = h // (H // G)
-        one, kv = slice(h, h + 1), slice(g, g + 1)
+        return self._only(slice(h, h + 1), h // (H // G))
+
+    def group(self, g: int) -> Problem:
+        """The problem of key/value head g alone, with the query heads that read it; views only."""
+        _, H, G, *_ = self.sizes
+        return self._only(slice(g * (H // G), (g + 1) * (H // G)), g)
+
+    def _only(self, heads: slice, g: int) -> Problem:
         return dataclasses.replace(
             self,
-            q_BHTD=self.q_BHTD[:, one],
-            k_BGSD=self.k_BGSD[:, kv],
-            v_BGSE=self.v_BGSE[:, kv],
-            mask_BHTS=None if self.mask_BHTS is None else self.mask_BHTS[:, one],
-            bias_BHTS=None if self.bias_BHTS is None else self.bias_BHTS[:, one],
-            alibi_H=None if self.alibi_H is None else self.alibi_H[one],
-            sinks_H=None if self.sinks_H is None else self.sinks_H[one],
+            q_BHTD=self.q_BHTD[:, heads],
+            k_BGSD=self.k_BGSD[:, g : g + 1],
+            v_BGSE=self.v_BGSE[:, g : g + 1],
+            mask_BHTS=None if self.mask_BHTS is None else self.mask_BHTS[:, heads],
+            bias_BHTS=None if self.bias_BHTS is None else self.bias_BHTS[:, heads],
+            alibi_H=None if self.alibi_H is None else self.alibi_H[heads],
+            sinks_H=None if self.sinks_H is None else self.sinks_H[heads],
         )
 
     def restore(self, array: Array) -> Array:
@@ -133,26 +141,25 @@ def problem(
     B, H, T, D = q_BHTD.shape
     S = k_BGSD.shape[2]
     accumulator = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
-    if not isinstance(causal, bool | np.bool):
-        raise TypeError(f"{op}: causal must be True or False; got {_kind(causal)}")
     return Problem(
         q_BHTD=q_BHTD,
         k_BGSD=k_BGSD,
         v_BGSE=v_BGSE,
         rank=rank,
-        causal=bool(causal),
+        causal=flag(op, "causal", causal),
         # Farther away than every key is as far as any: clipped, so that positions stay within int64.
-        offset=S - T if offset is None else min(_integer(op, "offset", offset, low=-FARTHEST), FARTHEST),
-        window=None if window is None else min(_integer(op, "window", window, low=1), FARTHEST),
+        offset=S - T if offset is None else min(integer(op, "offset", offset), FARTHEST),
+        window=None if window is None else min(integer(op, "window", window, low=1), FARTHEST),
         starts_B=_bounds(op, "starts", starts, B, S, default=0),
         lengths_B=_bounds(op, "lengths", lengths, B, S, default=S),
         segments=None if segments is None else _segments(op, segments, rank, (B, T), (B, S)),
         mask_BHTS=None if mask is None else _mask(op, mask, (B, H, T, S)),
         bias_BHTS=None if bias is None else _bias(op, bias, (B, H, T, S)),
+        bias_sizes=() if bias is None else (1,) * (4 - bias.ndim) + bias.shape,
         alibi_H=None if alibi is None else _per_head(op, "alibi", alibi, H, accumulator),
         softcap=None if softcap is None else _softcap(op, softcap),
         sinks_H=None if sinks is None else _per_head(op, "sinks", sinks, H, accumulator),
-        scale=1 / math.sqrt(D) if scale is None else _number(op, "scale", scale),
+        scale=1 / math.sqrt(D) if scale is None else number(op, "scale", scale),
     )
 
 
@@ -161,16 +168,13 @@ def _check_tensors(op: str, q: Array, k: Array, v: Array) -> int:
     for name, array in (("q", q), ("k", k), ("v", v)):
         # A masked array would lose its mask without a word.
         if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
-            raise TypeError(f"{op}: {name} must be a NumPy array; got {_kind(array)}")
+            raise TypeError(f"{op}: {name} must be a NumPy array; got {kind(array)}")
         if not _is_float(array.dtype):
             raise TypeError(f"{op}: {name} must be one of {', '.join(FLOATS)}; got {array.dtype}")
         if array.dtype != q.dtype:
             raise TypeError(f"{op}: {name} must be {q.dtype} to match q; got {array.dtype}")
-    rank = q.ndim
-    if rank not in {2, 3, 4}:
-        raise ValueError(f"{op}: q must be (B, H, T, D), (H, T, D) or (T, D); got {q.shape}")
-    _check_shapes(op, q, k, v)
-    return rank
+    check_shapes(op, q.shape, k.shape, v.shape)
+    return q.ndim
 
 
 @functools.cache
@@ -179,19 +183,26 @@ def _is_float(dtype: np.dtype[Any]) -> bool:
     return dtype.name in FLOATS and dtype.isnative
 
 
-def _check_shapes(op: str, q: Array, k: Array, v: Array) -> None:
-    rank, width = q.ndim, q.shape[-1]
-    if 0 in {width, *v.shape[-1:]}:
-        raise ValueError(f"{op}: q and v must be at least 1 wide; got {q.shape} and {v.shape}")
-    batch = q.shape[:-3]
-    if k.ndim != rank or k.shape[-1] != width or k.shape[:-3] != batch:
+def check_shapes(op: str, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    """Check the shapes of q, k and v, whatever library they come from, each and against each other.
+
+    Raises:
+        ValueError: one that does not fit.
+    """
+    rank = len(q)
+    if rank not in {2, 3, 4}:
+        raise ValueError(f"{op}: q must be (B, H, T, D), (H, T, D) or (T, D); got {q}")
+    width, batch = q[-1], q[:-3]
+    if 0 in {width, *v[-1:]}:
+        raise ValueError(f"{op}: q and v must be at least 1 wide; got {q} and {v}")
+    if len(k) != rank or k[-1] != width or k[:-3] != batch:
         wanted = ", ".join([*map(str, batch), *(["G"] if rank > 2 else []), "S", str(width)])
-        raise ValueError(f"{op}: k must be ({wanted}) to match q {q.shape}; got {k.shape}")
-    if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
-        wanted = ", ".join([*map(str, k.shape[:-1]), "E"])
-        raise ValueError(f"{op}: v must be ({wanted}) to match k {k.shape}; got {v.shape}")
+        raise ValueError(f"{op}: k must be ({wanted}) to match q {q}; got {k}")
+    if len(v) != rank or v[:-1] != k[:-1]:
+        wanted = ", ".join([*map(str, k[:-1]), "E"])
+        raise ValueError(f"{op}: v must be ({wanted}) to match k {k}; got {v}")
     if rank > 2:
-        heads, kv_heads = q.shape[-3], k.shape[-3]
+        heads, kv_heads = q[-3], k[-3]
         if heads % kv_heads if kv_heads else heads:
             raise ValueError(f"{op}: q's heads must be a multiple of k's; got {heads} and {kv_heads}")
 
@@ -223,34 +234,31 @@ def _segments(
     q_shape: tuple[int, int],
     k_shape: tuple[int, int],
 ) -> tuple[Array, Array]:
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise TypeError(
-            f"{op}: segments must be a pair, ids of the queries and of the keys; got {_kind(given)}"
-        )
-    pair = []
-    for name, ids, shape in (("queries", given[0], q_shape), ("keys", given[1], k_shape)):
+    checked = []
+    q_ids, k_ids = pair(op, given)
+    for name, ids, shape in (("queries", q_ids, q_shape), ("keys", k_ids, k_shape)):
         array = _integers(op, f"segments of the {name}", ids)
         if array.shape != shape and not (rank < 4 and array.shape == shape[1:]):
             raise ValueError(f"{op}: segments of the {name} must be {shape}; got {array.shape}")
-        pair.append(array.reshape(shape))
-    return pair[0], pair[1]
+        checked.append(array.reshape(shape))
+    return checked[0], checked[1]
 
 
 def _mask(op: str, given: Array, shape: tuple[int, int, int, int]) -> Array:
     if not isinstance(given, np.ndarray) or given.dtype != np.bool:
-        raise TypeError(f"{op}: mask must be a boolean NumPy array, True = visible; got {_kind(given)}")
+        raise TypeError(f"{op}: mask must be a boolean NumPy array, True = visible; got {kind(given)}")
     return _broadcast(op, "mask", given, shape)
 
 
 def _bias(op: str, given: Array, shape: tuple[int, int, int, int]) -> Array:
     if not isinstance(given, np.ndarray) or given.dtype.name not in FLOATS:
-        raise TypeError(f"{op}: bias must be a floating NumPy array, added to the scores; got {_kind(given)}")
+        raise TypeError(f"{op}: bias must be a floating NumPy array, added to the scores; got {kind(given)}")
     return _broadcast(op, "bias", given, shape)
 
 
 def _broadcast(op: str, name: str, given: Array, shape: tuple[int, int, int, int]) -> Array:
     if isinstance(given, np.ma.MaskedArray):
-        raise TypeError(f"{op}: {name} must be a plain NumPy array; got {_kind(given)}")
+        raise TypeError(f"{op}: {name} must be a plain NumPy array; got {kind(given)}")
     fits = given.ndim <= 4 and all(
         have in {1, want} for have, want in zip(given.shape[::-1], shape[::-1], strict=False)
     )
@@ -271,31 +279,65 @@ def _per_head(op: str, name: str, given: ArrayLike, H: int, dtype: DTypeLike) ->
     return array.astype(dtype)
 
 
+def pair(op: str, segments: Any) -> tuple[Any, Any]:
+    """Split `segments` into the ids of the queries and those of the keys.
+
+    Raises:
+        TypeError: anything but a pair.
+    """
+    if not isinstance(segments, tuple | list) or len(segments) != 2:
+        raise TypeError(
+            f"{op}: segments must be a pair, ids of the queries and of the keys; got {kind(segments)}"
+        )
+    return segments[0], segments[1]
+
+
+def flag(op: str, name: str, given: Any) -> bool:
+    """Check a yes or no.
+
+    Raises:
+        TypeError: anything else, 0 and 1 included.
+    """
+    if not isinstance(given, bool | np.bool):
+        raise TypeError(f"{op}: {name} must be True or False; got {kind(given)}")
+    return bool(given)
+
+
 def _softcap(op: str, given: float) -> float:
-    softcap = _number(op, "softcap", given)
+    softcap = number(op, "softcap", given)
     if softcap <= 0:
         raise ValueError(f"{op}: softcap must be greater than 0, or None for no cap; got {given}")
     return softcap
 
 
-def _number(op: str, name: str, given: float) -> float:
+def number(op: str, name: str, given: Any) -> float:
+    """Check a finite number.
+
+    Raises:
+        TypeError: it is no number. `ValueError`: it is not finite.
+    """
     if not isinstance(given, numbers.Real | np.floating) or isinstance(given, bool):
-        raise TypeError(f"{op}: {name} must be a number; got {_kind(given)}")
+        raise TypeError(f"{op}: {name} must be a number; got {kind(given)}")
     if not math.isfinite(given):
         raise ValueError(f"{op}: {name} must be finite; got {given}")
     return float(given)
 
 
-def _integer(op: str, name: str, given: int, *, low: int) -> int:
+def integer(op: str, name: str, given: Any, *, low: int = -FARTHEST) -> int:
+    """Check a whole number of at least `low`.
+
+    Raises:
+        TypeError: it is no whole number. `ValueError`: it is too low.
+    """
     if isinstance(given, bool | np.bool):
-        raise TypeError(f"{op}: {name} must be an integer; got {_kind(given)}")
+        raise TypeError(f"{op}: {name} must be an integer; got {kind(given)}")
     try:
-        number = operator.index(given)
+        whole = operator.index(given)
     except TypeError:
-        raise TypeError(f"{op}: {name} must be an integer; got {_kind(given)}") from None
-    if number < low:
-        raise ValueError(f"{op}: {name} must be at least {low}; got {number}")
-    return number
+        raise TypeError(f"{op}: {name} must be an integer; got {kind(given)}") from None
+    if whole < low:
+        raise ValueError(f"{op}: {name} must be at least {low}; got {whole}")
+    return whole
 
 
 def _integers(op: str, name: str, given: ArrayLike) -> Array:
@@ -305,7 +347,7 @@ def _integers(op: str, name: str, given: ArrayLike) -> Array:
     return array if array.dtype.kind in "iu" else array.astype(np.int64)
 
 
-def _kind(given: object) -> str:
+def kind(given: object) -> str:
     """What came, in a few words: an array by type and shape, a plain value by its text, all else by class."""
     if isinstance(given, np.ndarray):
         return f"{type(given).__name__} of {given.dtype} {given.shape}"
@@ -336,13 +378,61 @@ class Watch:
 
 def watch(op: str, *, top: int, received: bool, pooled: tuple[int, int] | None) -> Watch:
     """Check what the public function `op` was asked to keep."""
-    if not isinstance(received, bool | np.bool):
-        raise TypeError(f"{op}: received must be True or False; got {_kind(received)}")
     if pooled is not None:
         if not isinstance(pooled, tuple | list) or len(pooled) != 2:
-            raise TypeError(f"{op}: pooled must be a pair (query blocks, key blocks); got {_kind(pooled)}")
+            raise TypeError(f"{op}: pooled must be a pair (query blocks, key blocks); got {kind(pooled)}")
         pooled = (
-            _integer(op, "pooled's query blocks", pooled[0], low=1),
-            _integer(op, "pooled's key blocks", pooled[1], low=1),
+            integer(op, "pooled's query blocks", pooled[0], low=1),
+            integer(op, "pooled's key blocks", pooled[1], low=1),
         )
-    return Watch(_integer(op, "top", top, low=0), bool(received), pooled)
+    return Watch(integer(op, "top", top, low=0), flag(op, "received", received), pooled)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arrived:
+    """What a backward pass has besides its `Problem`, checked and given four axes. Make it with `arrived`.
+
+    Attributes:
+        out_BHTE: what the forward pass gave. `lse_BHT`: likewise.
+        dout_BHTE: the gradient arriving at out. `dlse_BHT`: that at lse, or None for none.
+        bias_gradient: whether the bias's gradient is wanted.
+    """
+
+    out_BHTE: Array
+    lse_BHT: Array
+    dout_BHTE: Array
+    dlse_BHT: Array | None
+    bias_gradient: bool
+
+
+def arrived(
+    op: str, problem: Problem, *, out: Array, lse: Array, dout: Array, dlse: Array | None, bias_gradient: bool
+) -> Arrived:
+    """Check what the public function `op` was given to go backward from.
+
+    Raises:
+        TypeError, ValueError: as `problem`.
+    """
+    B, H, _, T, _, _, E = problem.sizes
+    given = {"out": (out, (B, H, T, E)), "lse": (lse, (B, H, T)), "dout": (dout, (B, H, T, E))}
+    if dlse is not None:
+        given["dlse"] = (dlse, (B, H, T))
+    full = {name: _given(op, problem, name, array, shape) for name, (array, shape) in given.items()}
+    wanted = flag(op, "bias_gradient", bias_gradient)
+    if wanted and problem.bias_BHTS is None:
+        raise ValueError(f"{op}: bias must be given for bias_gradient=True; got None")
+    return Arrived(full["out"], full["lse"], full["dout"], full.get("dlse"), wanted)
+
+
+def _given(op: str, problem: Problem, name: str, array: Array, full: tuple[int, ...]) -> Array:
+    """Check one array of the forward pass's results or their gradients, and give it all its axes."""
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{op}: {name} must be a NumPy array; got {kind(array)}")
+    q = problem.q_BHTD
+    wanted = problem.accumulator if len(full) == 3 else q.dtype  # lse and its gradient have three axes
+    if array.dtype != wanted:
+        raise TypeError(f"{op}: {name} must be {wanted} to go with q of {q.dtype}; got {array.dtype}")
+    shape = full[4 - problem.rank :]
+    if array.shape != shape:
+        raise ValueError(f"{op}: {name} must be {shape}, as attention gives it; got {array.shape}")
+    return array.reshape(full)

@@ -120,13 +120,11 @@ class Dense:
 
 def dense(problem: Problem) -> Dense:
     """Scores, weights, lse and output of a problem in float64, by the definition. Memory grows with T·S."""
-    B, H, G, *_ = problem.sizes
-    q_BHTD, k_BGSD, v_BGSE = (a.astype(np.float64) for a in (problem.q_BHTD, problem.k_BGSD, problem.v_BGSE))
-    reads = np.arange(H) // (H // G if G else 1)  # query head h reads key/value head h // (H // G)
-    k_BHSD, v_BHSE = k_BGSD[:, reads], v_BGSE[:, reads]
+    B, H, *_ = problem.sizes
+    q_BHTD, k_BHSD, v_BHSE = _per_query_head(problem)
     # Hidden NaN and Inf may pass through the arithmetic below; the mask takes them out of every result.
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        s_BHTS = problem.scale * (q_BHTD @ k_BHSD.swapaxes(-1, -2))
+        s_BHTS = _capped(problem, q_BHTD, k_BHSD)
         s_BHTS, visible_BHTS = _options(problem, s_BHTS)
         m_BHT = s_BHTS.max(axis=-1, initial=-np.inf)
         live_BHT = m_BHT != -np.inf
@@ -146,12 +144,24 @@ def dense(problem: Problem) -> Dense:
     return Dense(s_BHTS, a_BHTS, visible_BHTS, m_BHT, lse_BHT, out_BHTE)
 
 
+def _per_query_head(problem: Problem) -> tuple[Array, Array, Array]:
+    """Queries, and for each query head the keys and values that it reads, in float64."""
+    _, H, G, *_ = problem.sizes
+    q_BHTD, k_BGSD, v_BGSE = (a.astype(np.float64) for a in (problem.q_BHTD, problem.k_BGSD, problem.v_BGSE))
+    reads = np.arange(H) // (H // G if G else 1)  # query head h reads key/value head h // (H // G)
+    return q_BHTD, k_BGSD[:, reads], v_BGSE[:, reads]
+
+
+def _capped(problem: Problem, q_BHTD: Array, k_BHSD: Array) -> Array:
+    """Scaled dot products, under the softcap if there is one."""
+    s_BHTS: Array = problem.scale * (q_BHTD @ k_BHSD.swapaxes(-1, -2))
+    return s_BHTS if problem.softcap is None else problem.softcap * np.tanh(s_BHTS / problem.softcap)
+
+
 def _options(problem: Problem, s_BHTS: Array) -> tuple[Array, Array]:
-    """Softcap, bias, ALiBi and every condition on visibility, in the order of the definition."""
+    """Bias, ALiBi and every condition on visibility, in the order of the definition."""
     _, _, _, T, S, *_ = problem.sizes
     p_T1, j_S = problem.offset + np.arange(T)[:, None], np.arange(S)
-    if problem.softcap is not None:
-        s_BHTS = problem.softcap * np.tanh(s_BHTS / problem.softcap)
     visible_BHTS = np.ones(s_BHTS.shape, np.bool)
     if problem.bias_BHTS is not None:
         s_BHTS = s_BHTS + problem.bias_BHTS.astype(np.float64)
@@ -182,6 +192,69 @@ def attend(problem: Problem, watch: Watch | None = None) -> dict[str, Array]:
         name: array.astype(problem.accumulator) if name not in {"out", "top_keys"} else array
         for name, array in seen.items()
     }
+
+
+def backward(
+    problem: Problem,
+    out_BHTE: Array,
+    lse_BHT: Array,
+    dout_BHTE: Array,
+    dlse_BHT: Array | None,
+    bias_gradient: bool,  # noqa: FBT001 - the three implementations are called alike
+) -> dict[str, Array]:
+    """Gradients of q, k, v and, where they are there or asked for, sinks and bias. Memory grows with T·S.
+
+    For a loss L with dout = ∂L/∂out and dlse = ∂L/∂lse, where c is the score after the softcap and before the rest:
+
+        a_ij = exp(s_ij − lse_i)                          dv_j = Σ_i a_ij dout_i
+        δ_i  = dout_i·out_i − dlse_i                      ds_ij = a_ij (dout_i·v_j − δ_i) = dbias_ij
+        dx_ij = ds_ij · (1 − (c_ij/softcap)²)             dq_i = scale · Σ_j dx_ij k_j
+        dsink_h = −Σ_i exp(sink_h − lse_i) δ_i            dk_j = scale · Σ_i dx_ij q_i
+
+    Hidden pairs, and rows whose lse is −∞, take no part in any sum.
+    """
+    B, H, G, T, S, D, E = problem.sizes
+    q_BHTD, k_BHSD, v_BHSE = _per_query_head(problem)
+    out_BHTE, lse_BHT, dout_BHTE = (a.astype(np.float64) for a in (out_BHTE, lse_BHT, dout_BHTE))
+    # Hidden NaN and Inf may pass through the arithmetic here as well; a narrow type may be too small for a gradient.
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        c_BHTS = _capped(problem, q_BHTD, k_BHSD)
+        s_BHTS, visible_BHTS = _options(problem, c_BHTS)
+        visible_BHTS &= lse_BHT[..., None] != -np.inf
+        a_BHTS = np.where(visible_BHTS, np.exp(s_BHTS - lse_BHT[..., None]), 0)
+        delta_BHT = (dout_BHTE * out_BHTE).sum(axis=-1) - (0 if dlse_BHT is None else dlse_BHT)
+        ds_BHTS = a_BHTS * (dout_BHTE @ v_BHSE.swapaxes(-1, -2) - delta_BHT[..., None])
+        ds_BHTS = np.where(visible_BHTS, ds_BHTS, 0)
+        dx_BHTS = problem.scale * ds_BHTS
+        if problem.softcap is not None:
+            dx_BHTS = np.where(visible_BHTS, dx_BHTS * (1 - (c_BHTS / problem.softcap) ** 2), 0)
+        dq_BHTD, dk_BHSD, dv_BHSE = np.zeros((B, H, T, D)), np.zeros((B, H, S, D)), np.zeros((B, H, S, E))
+        for at in np.ndindex(B, H):
+            dq_BHTD[at] = mix(dx_BHTS[at], k_BHSD[at], visible_BHTS[at])
+            dk_BHSD[at] = mix(dx_BHTS[at].T, q_BHTD[at], visible_BHTS[at].T)
+            dv_BHSE[at] = mix(a_BHTS[at].T, dout_BHTE[at], visible_BHTS[at].T)
+        group = (B, G, H // G if G else 1)  # a key/value head gathers from all query heads that read it
+        gradients = {
+            "dq": dq_BHTD.astype(problem.q_BHTD.dtype),
+            "dk": dk_BHSD.reshape(*group, S, D).sum(axis=2).astype(problem.k_BGSD.dtype),
+            "dv": dv_BHSE.reshape(*group, S, E).sum(axis=2).astype(problem.v_BGSE.dtype),
+        }
+        if problem.sinks_H is not None:
+            gradients["dsinks"] = _sinks_gradient(problem, problem.sinks_H, lse_BHT, delta_BHT)
+        if problem.bias_BHTS is not None and bias_gradient:
+            repeated = tuple(axis for axis, size in enumerate(problem.bias_sizes) if size == 1)
+            dbias = ds_BHTS.sum(axis=repeated, keepdims=True)
+            gradients["dbias"] = dbias.astype(problem.bias_BHTS.dtype)
+    return gradients
+
+
+def _sinks_gradient(problem: Problem, sinks_H: Array, lse_BHT: Array, delta_BHT: Array) -> Array:
+    """A sink brings no value, so that its weight only takes: dsink_h = −Σ_i exp(sink_h − lse_i) δ_i."""
+    sinks_H1 = sinks_H.astype(np.float64)[:, None]
+    there_BHT = (lse_BHT != -np.inf) & (sinks_H1 != -np.inf)
+    terms_BHT = np.where(there_BHT, -np.exp(sinks_H1 - lse_BHT) * delta_BHT, 0)
+    dsinks_H: Array = terms_BHT.sum(axis=(0, 2)).astype(problem.accumulator)
+    return dsinks_H
 
 
 def _observe(problem: Problem, d: Dense, watch: Watch) -> dict[str, Array]:
