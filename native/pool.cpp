@@ -4,20 +4,58 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 #include <vector>
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 #elif defined(_WIN32)
 #include <malloc.h>
 #endif
 
 namespace regardant {
 namespace {
+
+// Which processors a thread may run on. Linux alone lets it be chosen for another thread; elsewhere nothing is done.
+class Processors {
+  public:
+#if defined(__linux__)
+    using Thread = pthread_t;
+    static Thread this_thread() { return pthread_self(); }
+
+    // Those of the calling thread, and those but the one that it is on.
+    Processors() {
+        if (sched_getaffinity(0, sizeof all_, &all_) != 0) return;
+        others_ = all_;
+        const int here = sched_getcpu();
+        if (here >= 0 && here < CPU_SETSIZE) CPU_CLR(here, &others_);
+        known_ = CPU_COUNT(&others_) > 0;
+    }
+
+    void keep_to_others(Thread thread) const {
+        if (known_) pthread_setaffinity_np(thread, sizeof others_, &others_);
+    }
+
+    void allow_all() const {
+        if (known_) pthread_setaffinity_np(pthread_self(), sizeof all_, &all_);
+    }
+
+  private:
+    cpu_set_t all_, others_;
+    bool known_ = false;
+#else
+    struct Thread {};
+    static Thread this_thread() { return {}; }
+    void keep_to_others(Thread) const {}
+    void allow_all() const {}
+#endif
+};
 
 struct Job {
     std::int64_t tasks;
@@ -35,54 +73,85 @@ struct Job {
     }
 };
 
+// All of it is guarded by the pool's mutex.
+struct Helper {
+    Processors::Thread thread;
+    std::condition_variable called;
+    bool awake = true;
+};
+
 class Pool {
   public:
     void run(Job& job) {
-        int calls;
+        // Where another library's threads still spin on the other cores, or where the system saves cores, a thread is often
+        // woken on its caller's own core, and waits there for the caller to end.
+        const Processors processors;
         {
             std::lock_guard lock(mutex_);
             grow(job.wanted);
-            calls = std::min(job.wanted, helpers_);
-            if (calls > 0) jobs_.push_back(&job);
+            jobs_.push_back({&job, &processors});
+            for (int calls = job.wanted; calls > 0 && !idle_.empty(); --calls) {
+                Helper& helper = *idle_.back();
+                idle_.pop_back();
+                helper.awake = true;
+                processors.keep_to_others(helper.thread);
+                helper.called.notify_one();
+            }
         }
-        for (int i = 0; i < calls; ++i) called_.notify_one();
         job.run();
         std::unique_lock lock(mutex_);
-        // Whoever has not come by now is not needed.
-        if (auto at = std::find(jobs_.begin(), jobs_.end(), &job); at != jobs_.end()) jobs_.erase(at);
+        remove(job);                         // whoever has not come by now is not needed
         left_.wait(lock, [&] { return job.helping == 0; });
     }
 
   private:
+    struct Call {
+        Job* job;
+        const Processors* processors;        // of the caller
+    };
+
     // A machine that refuses a thread still computes, on fewer.
     void grow(int wanted) {
         for (; helpers_ < wanted; ++helpers_) {
             try {
+                idle_.reserve(static_cast<std::size_t>(wanted));
                 std::thread([this] { help(); }).detach();
-            } catch (const std::system_error&) {
+            } catch (const std::exception&) {
                 return;
             }
         }
     }
 
     void help() {
+        Helper self{Processors::this_thread(), {}};
         std::unique_lock lock(mutex_);
         for (;;) {
-            called_.wait(lock, [&] { return !jobs_.empty(); });
-            Job& job = *jobs_.front();
-            ++job.helping;
-            if (--job.wanted == 0) jobs_.erase(jobs_.begin());
+            while (jobs_.empty()) {
+                self.awake = false;
+                idle_.push_back(&self);
+                self.called.wait(lock, [&] { return self.awake; });
+            }
+            const auto [job, processors] = jobs_.front();
+            ++job->helping;
+            if (--job->wanted == 0) remove(*job);
             lock.unlock();
-            job.run();
+            processors->allow_all();
+            job->run();
             lock.lock();
-            if (auto at = std::find(jobs_.begin(), jobs_.end(), &job); at != jobs_.end()) jobs_.erase(at);
-            if (--job.helping == 0) left_.notify_all();
+            remove(*job);
+            if (--job->helping == 0) left_.notify_all();
         }
     }
 
+    void remove(const Job& job) {
+        const auto at = std::find_if(jobs_.begin(), jobs_.end(), [&](const Call& call) { return call.job == &job; });
+        if (at != jobs_.end()) jobs_.erase(at);
+    }
+
     std::mutex mutex_;
-    std::condition_variable called_, left_;
-    std::vector<Job*> jobs_;
+    std::condition_variable left_;
+    std::vector<Call> jobs_;
+    std::vector<Helper*> idle_;
     int helpers_ = 0;
 };
 

@@ -230,3 +230,11 @@ def test_what_is_not_there_is_refused(option, complaint):
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode
     assert complaint in done.stderr
+
+
+def test_attention_is_timed_alone_and_beside_a_neighbour():
+    found = module("neighbour", "--json", "--rounds", "1")
+    assert [row["work"][:7] for row in found] == ["prefill", "decode,"]
+    for row in found:
+        assert row["error"] < 1e-5
+        assert min(row[f"{part}_{how}"] for part in ("attention", "product") for how in ("alone", "between")) > 0

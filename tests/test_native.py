@@ -109,6 +109,32 @@ def test_a_forked_child_computes_after_its_parent_has(threads):
         assert child.exitcode == 0
 
 
+AFFINITY = """
+import os
+import numpy as np
+import regardant as rg
+
+allowed = os.sched_getaffinity(0)
+x = np.random.default_rng(0).standard_normal((1, 8, 600, 64), dtype=np.float32)
+rg.set_num_threads(3)
+first = rg.attention(x, x, x).tobytes()
+assert os.sched_getaffinity(0) == allowed, "the caller's processors have changed"
+one = {min(allowed)}
+os.sched_setaffinity(0, one)
+for _ in range(20):
+    assert rg.attention(x, x, x).tobytes() == first
+assert os.sched_getaffinity(0) == one
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="this system does not tell a thread's processors"
+)
+def test_the_callers_processors_stay_as_they_were():
+    done = run(AFFINITY)
+    assert done.returncode == 0, done.stderr
+
+
 # Memory.
 
 

@@ -193,7 +193,7 @@ def check_shapes(op: str, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, 
     if rank not in {2, 3, 4}:
         raise ValueError(f"{op}: q must be (B, H, T, D), (H, T, D) or (T, D); got {q}")
     width, batch = q[-1], q[:-3]
-    if 0 in {width, *v[-1:]}:
+    if width == 0 or (v and v[-1] == 0):
         raise ValueError(f"{op}: q and v must be at least 1 wide; got {q} and {v}")
     if len(k) != rank or k[-1] != width or k[:-3] != batch:
         wanted = ", ".join([*map(str, batch), *(["G"] if rank > 2 else []), "S", str(width)])

@@ -16,7 +16,7 @@ import torch
 
 from regardant import problem as problems
 from regardant.looks import Look
-from regardant.torch import library
+from regardant.torch import autograd, library
 from regardant.torch.options import Options, checked
 
 __all__ = ["attention", "look"]
@@ -62,7 +62,7 @@ def attention(
         "attention", q, k, v, causal=causal, offset=offset, window=window, starts=starts, lengths=lengths,
         segments=segments, mask=mask, bias=bias, alibi=alibi, softcap=softcap, sinks=sinks, scale=scale, impl=impl,
     )  # fmt: skip
-    out, lse = library.attention(q, k, v, *options)
+    out, lse = autograd.attention(q, k, v, *options)
     return (out, lse) if return_lse else out
 
 
@@ -107,7 +107,7 @@ def look(
         "look", q, k, v, causal=causal, offset=offset, window=window, starts=starts, lengths=lengths,
         segments=segments, mask=mask, bias=bias, alibi=alibi, softcap=softcap, sinks=sinks, scale=scale, impl=impl,
     )  # fmt: skip
-    seen = library.look(q, k, v, *options, watch.top, watch.received, watch.pooled)
+    seen = autograd.look(q, k, v, *options, watch.top, watch.received, watch.pooled)
     out, lse, max_logit, entropy, sink_weight, top_keys, top_weights, columns, mass = seen
     return Look(
         out, lse, max_logit, entropy, sink_weight, top_keys, top_weights, _Source(q, k, v, options), _weights,

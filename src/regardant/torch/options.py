@@ -46,6 +46,7 @@ SCHEMA = (
     "Tensor? alibi, Tensor? sinks, bool causal, SymInt? offset, SymInt? window, float? softcap, float? scale, "
     "str impl"
 )
+TENSORS = 8  # of the options, those that are tensors: the first
 
 
 def checked(
