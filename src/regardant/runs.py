@@ -13,8 +13,8 @@ Two measures of "where from", both shares that add up to one over the tokens:
   the output projection (Kobayashi et al. 2020), added over heads and layers and divided by the sum. A head that
   rests on a token with next to no value writes next to nothing, and counts for as much.
 
-Shape legend: L layers looked at, H query heads, T tokens (as queries), S tokens (as keys), K top keys, n tokens of one
-piece of work, M sources kept.
+Shape legend: L layers looked at, H query heads, T tokens (as queries), S tokens (as keys), K top keys, n tokens of
+one piece of work, M sources kept.
 """
 
 from __future__ import annotations
@@ -292,9 +292,7 @@ class Run:
             raise UserError(f'measure must be "weight" or "written"; got {measure!r}')
         part = self._span(span)
         last = len(self.tokens)
-        chosen_n = (
-            np.arange(self.prompt - 1, last) if tokens is None else _some_of("tokens", tokens, last)
-        )
+        chosen_n = np.arange(self.prompt - 1, last) if tokens is None else _some_of("tokens", tokens, last)
         shares_n = np.zeros(len(chosen_n))
         for at, weight_nS, written_nS in self._shares(chosen_n, self._chosen(layers), heads):
             shares_n[at] = (weight_nS if measure == "weight" else written_nS)[:, part].sum(axis=-1)
@@ -356,7 +354,9 @@ class Run:
         layers = list(self.layers.values())
         heads = sorted({len(layer.lse_HT) for layer in layers})
         if len(heads) > 1:
-            raise UserError(f"the page needs layers with one number of heads; these have {heads}: choose some")
+            raise UserError(
+                f"the page needs layers with one number of heads; these have {heads}: choose some"
+            )
         keep = self._sources_per_head()
         weight, written, by_layer = self._summed(progress)
         return {

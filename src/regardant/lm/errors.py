@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from regardant.errors import UserError as UserError
+from regardant.errors import UserError
+
+__all__ = ["ContextError", "FetchError", "LoadError", "UserError"]
 
 
 class ContextError(UserError):

@@ -1,10 +1,10 @@
 """One text, read once by a model, and what every head looked at: makes a `regardant.runs.Run`.
 
-`look` runs the model with the attention that looks. It refuses an empty text, one longer than the model's context, and
-weights that are no NumPy arrays.
+`look` runs the model with the attention that looks. It refuses an empty text, one longer than the model's context,
+and weights that are no NumPy arrays.
 
-Shape legend: H query heads, G key/value heads, T tokens (as queries), S tokens (as keys), D head width, C width of the
-residual stream.
+Shape legend: H query heads, G key/value heads, T tokens (as queries), S tokens (as keys), D head width, C width of
+the residual stream.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ stands in `regardant.transformers.interface`.
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from regardant.transformers.interface import attention_forward
+from regardant.transformers.keeping import LayerLook
 from regardant.transformers.masks import mask
-from regardant.transformers.watching import LayerLook, Watch, watch
+from regardant.transformers.watching import Watch, watch
 
 __all__ = ["LayerLook", "Watch", "watch"]
 

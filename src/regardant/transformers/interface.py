@@ -20,7 +20,7 @@ from regardant.transformers.masks import LazyMask, both
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from regardant.transformers.watching import Layer
+    from regardant.transformers.keeping import Layer
 
 # The layers that are being watched, by the id of their attention module; `watch` holds the modules.
 WATCHED: dict[int, Layer] = {}
@@ -78,7 +78,7 @@ def attention_forward(
         query = query.expand(B, -1, -1, -1)
     options: dict[str, Any]
     if attention_mask is None:
-        causal = T > 1 and _is_causal(module, is_causal)
+        causal = T > 1 and _is_causal(module, is_causal=is_causal)
         options = _without_mask(T, S, sliding_window, causal=causal)
     else:
         options = _with_mask(attention_mask, (T, S))
@@ -97,8 +97,14 @@ def attention_forward(
     if watched is None:
         out_BHTE = rt.attention(query, key, value, **options)
     else:
-        out_BHTE = watched.attend(query, key, value, options)
+        # What is kept for later is the mask that the layers share, not what was made of it, and no position bias.
+        again = None if position_bias is not None else options | _shared_bias(attention_mask, options)
+        out_BHTE = watched.attend(query, key, value, options, again)
     return out_BHTE.transpose(1, 2).contiguous(), None
+
+
+def _shared_bias(mask: torch.Tensor | None, options: dict[str, Any]) -> dict[str, Any]:
+    return {"bias": mask} if "bias" in options else {}
 
 
 def _refuse(dropout: float, more: Mapping[str, Any]) -> None:
@@ -126,7 +132,7 @@ def _of_one_type(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+def _is_causal(module: torch.nn.Module, *, is_causal: bool | None) -> bool:
     # Modules that say nothing are causal, as for transformers' own implementations.
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
@@ -160,7 +166,6 @@ def _with_mask(mask: Any, shape: tuple[int, int]) -> dict[str, Any]:
 
 def _documents(more: Mapping[str, Any], segments: Any, shape: tuple[int, int, int]) -> Any:
     """Packed documents by their bounds, as flash attention takes them, joined with those that are there."""
-
     B, T, S = shape
     bounds = more["cu_seq_lens_q"]
     keys = more.get("cu_seq_lens_k")

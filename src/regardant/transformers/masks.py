@@ -15,7 +15,7 @@ Shape legend: B batch, T queries, S keys.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils._pytree import tree_map
@@ -51,16 +51,14 @@ class Visible:
 
     def options(self) -> dict[str, Any]:
         """The same as arguments of `regardant.torch.attention`; only those that say something."""
-        said: dict[str, Any] = {"causal": self.causal, "offset": self.offset}
-        for name, value in (
+        maybe = (
             ("window", self.window),
             ("starts", self.starts_B),
             ("lengths", self.lengths_B),
             ("segments", self.segments),
-        ):
-            if value is not None:
-                said[name] = value
-        return said
+        )
+        said = {name: value for name, value in maybe if value is not None}
+        return {"causal": self.causal, "offset": self.offset, **said}
 
     def dense(self) -> torch.Tensor:
         """The same as a boolean tensor (B, 1, T, S), True = visible."""
@@ -100,7 +98,7 @@ class Visible:
         )
 
 
-class LazyMask(torch.Tensor):
+class LazyMask(torch.Tensor):  # type: ignore[misc]  # torch is not typed here
     """A boolean mask (B, 1, T, S), True = visible, whose contents exist only while something else reads them.
 
     Slices of queries or of keys stay what it is; every other operation gets the dense tensor. Adding it to anything
@@ -109,22 +107,23 @@ class LazyMask(torch.Tensor):
 
     visible: Visible
 
-    def __new__(cls, visible: Visible) -> LazyMask:
+    def __new__(cls, visible: Visible) -> Self:
+        """Make the mask that `visible` tells of, without contents."""
         B, T, S = visible.shape
-        made: LazyMask = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's way to make such tensors
+        made: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's way to make such tensors
             cls, (B, 1, T, S), dtype=torch.bool, device=visible.device
         )
         made.visible = visible
         return made
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # noqa: ARG002 - torch's signature
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"LazyMask({self.visible})"
 
     @classmethod
     def __torch_dispatch__(
         cls,
         func: Any,
-        types: object,  # noqa: ARG003 - torch's signature
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -182,7 +181,7 @@ def mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> torch.Tensor:
-    """transformers' mask for regardant: registered with `AttentionMaskInterface`, called by models.
+    """Make transformers' mask for regardant: registered with `AttentionMaskInterface`, called by models.
 
     Args:
         batch_size: B. `q_length`: T. `kv_length`: S.
@@ -293,9 +292,7 @@ def _read_chunks(chunk_size: int, left_padding: torch.Tensor) -> _Pattern:
 
 
 def _read_packed(packed_sequence_mask: torch.Tensor) -> _Pattern:
-    return _Pattern(
-        ids=(lambda b_B1, at_N: packed_sequence_mask[b_B1, at_N],), packed=packed_sequence_mask
-    )
+    return _Pattern(ids=(lambda b_B1, at_N: packed_sequence_mask[b_B1, at_N],), packed=packed_sequence_mask)
 
 
 def _read_moved(mask_function: Any, position_ids: torch.Tensor) -> _Pattern | None:

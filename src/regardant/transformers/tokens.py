@@ -27,7 +27,9 @@ def tokens_of(ids: Sequence[int], tokenizer: Any | None) -> tuple[str, list[Toke
     grow linearly.
     """
     if tokenizer is None or any(number < 0 for number in ids):
-        return "", [Token(i, number, f"⟨{number}⟩" if number >= 0 else "⟨?⟩", 0, 0) for i, number in enumerate(ids)]
+        return "", [
+            Token(i, number, f"⟨{number}⟩" if number >= 0 else "⟨?⟩", 0, 0) for i, number in enumerate(ids)
+        ]
     text, tokens, first = "", [], 0
     for i in range(len(ids)):
         piece = _text_between(ids, first, i + 1, tokenizer)
