@@ -29,6 +29,9 @@ class Forced:
     def rows(self, *arguments):
         return self._with(native.rows, *arguments)
 
+    def backward(self, *arguments):
+        return self._with(native.backward, *arguments)
+
     def _with(self, call, *arguments):
         before = _native.instruction_set()
         _native.choose(self.instruction_set)
@@ -43,6 +46,8 @@ NATIVE = [f"native-{isa}" for isa in native.capabilities().present]
 ops.IMPLEMENTATIONS |= {f"native-{isa}": Forced(isa) for isa in native.capabilities().present}
 IMPLS = ["reference", "blocked", *NATIVE]
 TILED = ["blocked", *NATIVE]  # O(n) memory
+BACKWARD = ["reference", "blocked"]  # those that can go backward
+TILED_BACKWARD = ["blocked"]
 
 
 def tensors(seed, B=2, H=4, G=2, T=9, S=9, D=8, E=8, dtype=np.float32, spread=2.0):
@@ -104,21 +109,12 @@ def naive(q, k, v, wide=None, shuffle=None, **options):
     `shuffle` sums over widths and keys in another order, which is neither more nor less naive.
     """
     problem = checked(q, k, v, **options)
-    _, H, G, T, S, _, _ = problem.sizes
+    _, H, _, _, S, D, _ = problem.sizes
     rounded = wide is None
     wide = problem.accumulator if rounded else np.dtype(wide)
-    k_BHSD, v_BHSE = (np.repeat(a, H // G, axis=1).astype(wide) for a in (problem.k_BGSD, problem.v_BGSE))
     visible = reference.dense(problem).visible_BHTS
-    rng = np.random.default_rng(shuffle)
-    d, j = (np.arange(n) if shuffle is None else rng.permutation(n) for n in (q.shape[-1], S))
-    s = (problem.q_BHTD.astype(wide)[..., d] @ k_BHSD[..., d].swapaxes(-1, -2)) * wide.type(problem.scale)
-    if problem.softcap is not None:
-        s = wide.type(problem.softcap) * np.tanh(s / wide.type(problem.softcap))
-    if problem.bias_BHTS is not None:
-        s = s + problem.bias_BHTS.astype(wide)
-    if problem.alibi_H is not None:
-        distance = (problem.offset + np.arange(T)[:, None] - np.arange(S)).astype(wide)
-        s = s - problem.alibi_H.astype(wide)[:, None, None] * distance
+    d, j = _shuffled(shuffle, D, S)
+    _, s = _naive_scores(problem, wide, d)
     s = np.where(visible, s, -np.inf)
     m = s.max(axis=-1, keepdims=True, initial=-np.inf)
     dead = m == -np.inf
@@ -128,11 +124,86 @@ def naive(q, k, v, wide=None, shuffle=None, **options):
     e = np.exp(s - m)
     total = e[..., j].sum(axis=-1, keepdims=True) + np.exp(sink - m)
     total = np.where(dead, 1, total)
-    out = (e / total)[..., j] @ v_BHSE[:, :, j]
+    out = (e / total)[..., j] @ _repeated(problem, problem.v_BGSE, wide)[:, :, j]
     if rounded:
         out = out.astype(q.dtype)
     lse = np.where(dead, -np.inf, m + np.log(total))[..., 0]
     return problem.restore(out), problem.restore(lse)
+
+
+def _shuffled(shuffle, *counts):
+    """An order of summation over each of some axes."""
+    rng = np.random.default_rng(shuffle)
+    return [np.arange(count) if shuffle is None else rng.permutation(count) for count in counts]
+
+
+def _repeated(problem, array_BGSW, wide):
+    """Keys or values for each query head."""
+    _, H, G, *_ = problem.sizes
+    return np.repeat(array_BGSW, H // G, axis=1).astype(wide)
+
+
+def _naive_scores(problem, wide, d):
+    """Every score, visible or not: after the softcap, and after all options."""
+    _, _, _, T, S, *_ = problem.sizes
+    k_BHSD = _repeated(problem, problem.k_BGSD, wide)
+    c = (problem.q_BHTD.astype(wide)[..., d] @ k_BHSD[..., d].swapaxes(-1, -2)) * wide.type(problem.scale)
+    if problem.softcap is not None:
+        c = wide.type(problem.softcap) * np.tanh(c / wide.type(problem.softcap))
+    s = c
+    if problem.bias_BHTS is not None:
+        s = s + problem.bias_BHTS.astype(wide)
+    if problem.alibi_H is not None:
+        distance = (problem.offset + np.arange(T)[:, None] - np.arange(S)).astype(wide)
+        s = s - problem.alibi_H.astype(wide)[:, None, None] * distance
+    return c, s
+
+
+def naive_gradients(q, k, v, out, lse, dout, dlse=None, wide=None, shuffle=None, **options):
+    """Gradients by name, with the whole matrix, from the results of a forward pass; else as `naive`.
+
+    With `shuffle` the loss is scaled as well, and δ is as exact as its type allows: that two sums of products cancel
+    to the last bit is the luck of adding them alike.
+    """
+    problem = checked(q, k, v, **options)
+    B, H, G, T, S, D, E = problem.sizes
+    rounded = wide is None
+    wide = problem.accumulator if rounded else np.dtype(wide)
+    times = wide.type(1 if shuffle is None else np.random.default_rng(shuffle).uniform(1, 2))
+    live = lse != -np.inf
+    visible = reference.dense(problem).visible_BHTS & live[..., None]
+    d, e, t, j, n = _shuffled(shuffle, D, E, T, S, B * T)
+    k_BHSD, v_BHSE = (_repeated(problem, array, wide) for array in (k, v))
+    q, out, lse, dout = (array.astype(wide) for array in (q, out, lse, dout))
+    dout, dlse = times * dout, 0 if dlse is None else times * dlse.astype(wide)
+    c, s = _naive_scores(problem, wide, d)
+    a = np.exp(np.where(visible, s - np.where(live, lse, 0)[..., None], -np.inf))
+    exactly = wide if shuffle is None else np.longdouble
+    delta = (dout.astype(exactly) * out).sum(axis=-1).astype(wide) - dlse
+    ds = a * (dout[..., e] @ v_BHSE[..., e].swapaxes(-1, -2) - delta[..., None])
+    dx = wide.type(problem.scale) * ds
+    if problem.softcap is not None:
+        dx = dx * (1 - (c / wide.type(problem.softcap)) ** 2)
+    dk = dx[:, :, t].swapaxes(-1, -2) @ q[:, :, t]
+    dv = a[:, :, t].swapaxes(-1, -2) @ dout[:, :, t]
+    gradients = {
+        "dq": dx[..., j] @ k_BHSD[:, :, j],
+        "dk": dk.reshape(B, G, H // G, S, D).sum(axis=2),
+        "dv": dv.reshape(B, G, H // G, S, E).sum(axis=2),
+    }
+    types = dict.fromkeys(gradients, problem.q_BHTD.dtype)
+    if problem.sinks_H is not None:
+        sinks = problem.sinks_H.astype(wide)[:, None]
+        terms = np.where(live, -np.exp(sinks - np.where(live, lse, 0)) * delta, 0)
+        gradients["dsinks"] = terms.swapaxes(0, 1).reshape(H, -1)[:, n].sum(axis=-1)
+        types["dsinks"] = wide
+    if problem.bias_BHTS is not None:
+        repeated = tuple(axis for axis, size in enumerate(problem.bias_sizes) if size == 1)
+        for axis, order in enumerate(_shuffled(shuffle, *ds.shape)):
+            ds = ds.take(order, axis) if axis in repeated else ds
+        gradients["dbias"] = ds.sum(axis=repeated, keepdims=True).reshape(options["bias"].shape)
+        types["dbias"] = problem.bias_BHTS.dtype
+    return {name: (a / times).astype(types[name] if rounded else wide) for name, a in gradients.items()}
 
 
 def assert_within_budget(got, exact, plains, dtype):
@@ -155,8 +226,26 @@ def assert_within_budget(got, exact, plains, dtype):
 
 def attention_errors_within_budget(got_out, got_lse, q, k, v, **options):
     exact_out, exact_lse = naive(q, k, v, wide=np.longdouble, **options)
-    # The fewer rows see anything, the more orders of summation it takes to know how large an error is to be expected.
-    orders = range(max(4, 64 // max(1, np.isfinite(exact_lse).sum())))
-    outs, lses = zip(*(naive(q, k, v, shuffle=order or None, **options) for order in orders), strict=True)
+    outs, lses = zip(*(naive(q, k, v, shuffle=order, **options) for order in _orders(exact_lse)), strict=True)
     assert_within_budget(got_out, exact_out, outs, q.dtype)
     assert_within_budget(got_lse, exact_lse, lses, lses[0].dtype)
+
+
+def gradient_errors_within_budget(got, q, k, v, dout, dlse=None, **options):
+    """All gradients in `got`, those of a forward and a backward pass together, against passes both naive."""
+    exact_out, exact_lse = naive(q, k, v, wide=np.longdouble, **options)
+    exact = naive_gradients(q, k, v, exact_out, exact_lse, dout, dlse, wide=np.longdouble, **options)
+    plains = []
+    for order in _orders(exact_lse):
+        out, lse = naive(q, k, v, shuffle=order, **options)
+        plains.append(naive_gradients(q, k, v, out, lse, dout, dlse, shuffle=order, **options))
+    for name in exact.keys() & {name for name, array in got._asdict().items() if array is not None}:
+        array = getattr(got, name)
+        assert array.dtype == plains[0][name].dtype, name
+        assert_within_budget(array, exact[name], [plain[name] for plain in plains], array.dtype)
+    assert (got.dsinks is None) == ("dsinks" not in exact)
+
+
+def _orders(lse):
+    """Seeds of orders of summation: the fewer rows see anything, the more it takes to know what error to expect."""
+    return [None, *range(1, max(4, 64 // max(1, np.isfinite(lse).sum())))]

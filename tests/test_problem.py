@@ -10,6 +10,8 @@ import regardant as rg
 Q = np.zeros((2, 8, 16, 64), np.float32)
 K = np.zeros((2, 4, 9, 64), np.float32)
 V = np.zeros((2, 4, 9, 32), np.float32)
+OUT = np.zeros((2, 8, 16, 32), np.float32)
+LSE = np.zeros((2, 8, 16), np.float32)
 
 WRONG = [
     ({"k": K[..., :32]}, ValueError, "k must be (2, G, S, 64) to match q (2, 8, 16, 64); got (2, 4, 9, 32)"),
@@ -69,14 +71,53 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("op", ["attention", "look"])
+@pytest.mark.parametrize("op", ["attention", "look", "attention_backward"])
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
 @pytest.mark.parametrize(("wrong", "error", "says"), WRONG, ids=[says[:60] for _, _, says in WRONG])
 def test_bad_input_is_named(op, impl, wrong, error, says):
     given = {"q": Q, "k": K, "v": V, "impl": impl} | wrong
     arrays = [given.pop(name) for name in "qkv"]
+    if op == "attention_backward":
+        arrays += [OUT, LSE, OUT]
     with pytest.raises(error, match=re.escape(f"{op}: {says}")):
         getattr(rg, op)(*arrays, **given)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"out": OUT[..., :8]}, ValueError,
+         "out must be (2, 8, 16, 32), as attention gives it; got (2, 8, 16, 8)"),
+        ({"out": OUT[0]}, ValueError, "out must be (2, 8, 16, 32), as attention gives it; got (8, 16, 32)"),
+        ({"out": OUT.astype(np.float64)}, TypeError, "out must be float32 for q of float32; got float64"),
+        ({"out": (OUT, LSE)}, TypeError, "out must be a NumPy array; got builtins.tuple"),
+        ({"lse": LSE[..., None]}, ValueError, "lse must be (2, 8, 16), as attention gives it; got (2, 8, 16, 1)"),
+        ({"lse": LSE.astype(np.float16)}, TypeError, "lse must be float32 for q of float32; got float16"),
+        ({"lse": LSE.astype(">f4")}, TypeError, "lse must be float32 for q of float32; got >f4"),
+        ({"lse": None}, TypeError, "lse must be a NumPy array; got None"),
+        ({"dout": OUT[:1]}, ValueError,
+         "dout must be (2, 8, 16, 32), as attention gives it; got (1, 8, 16, 32)"),
+        ({"dout": 1.0}, TypeError, "dout must be a NumPy array; got 1.0"),
+        ({"dout": np.ma.masked_array(OUT)}, TypeError, "dout must be a NumPy array; got MaskedArray of float32"),
+        ({"dlse": OUT}, ValueError, "dlse must be (2, 8, 16), as attention gives it; got (2, 8, 16, 32)"),
+        ({"dlse": LSE.astype(int)}, TypeError, "dlse must be float32 for q of float32; got int64"),
+        ({"bias_gradient": 1, "bias": np.zeros(9, np.float32)}, TypeError,
+         "bias_gradient must be True or False; got 1"),
+        ({"bias_gradient": True}, ValueError, "bias must be given for bias_gradient=True; got None"),
+    ],
+)  # fmt: skip
+def test_what_a_backward_pass_is_given_is_checked(impl, wrong, error, says):
+    given = {"out": OUT, "lse": LSE, "dout": OUT, "impl": impl} | wrong
+    with pytest.raises(error, match=re.escape(f"attention_backward: {says}")):
+        rg.attention_backward(Q, K, V, **given)
+
+
+def test_a_backward_pass_names_the_shapes_of_the_callers_rank():
+    with pytest.raises(
+        ValueError, match=re.escape("dout must be (16, 32), as attention gives it; got (16, 9)")
+    ):
+        rg.attention_backward(Q[0, 0], K[0, 0], V[0, 0], OUT[0, 0], LSE[0, 0], OUT[0, 0, :, :9])
 
 
 @pytest.mark.parametrize(

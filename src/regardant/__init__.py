@@ -48,14 +48,14 @@ _HOMES = {
 }
 
 
-def load(name: str, *, dtype: str = "float32") -> LanguageModel:
+def load(name: str, *, engine: str = "numpy", dtype: str = "float32") -> LanguageModel:
     """Load a language model: a name (`smollm2`), a Hugging Face folder or repository, or a .gguf file.
 
     See `regardant.lm.load.load`, which this calls; it needs the extra `lm`.
     """
     from regardant.lm import load as loading
 
-    return loading.load(name, dtype=dtype)
+    return loading.load(name, engine=engine, dtype=dtype)
 
 
 def __getattr__(name: str) -> Any:

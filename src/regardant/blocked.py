@@ -406,7 +406,7 @@ def backward(
         "dk": np.zeros((B, G, S, D), problem.k_BGSD.dtype),
         "dv": np.zeros((B, G, S, E), problem.v_BGSE.dtype),
     }
-    dsinks_BH = np.zeros((B, H), dtype)
+    dsinks_BH = np.zeros((B, H))  # one number from all rows: float64 keeps their order from mattering
     dbias = np.zeros(problem.bias_sizes, dtype) if bias_gradient else None
 
     def work(at: tuple[int, int]) -> None:
@@ -440,10 +440,10 @@ def backward(
             gradients["dk"][b, g], gradients["dv"][b, g] = dk_GSD[0], dv_GSE[0]
 
     # Batch rows and heads may share a bias: one thread then sums its gradient, in one order.
-    items = [(b, g) for b in range(B) for g in range(G)]
+    items = [(b, g) for b in range(B) for g in range(G if H else 0)]
     each(work, items, small=dbias is not None or _is_small(problem))
     if problem.sinks_H is not None:
-        gradients["dsinks"] = dsinks_BH.sum(axis=0)
+        gradients["dsinks"] = dsinks_BH.sum(axis=0).astype(dtype)
     if dbias is not None and problem.bias_BHTS is not None:
         with _quiet():
             gradients["dbias"] = dbias.astype(problem.bias_BHTS.dtype)
@@ -510,10 +510,10 @@ def _mix_columns(p_GNs: Array, x_GNW: Array, visible_GNs: Array | None) -> Array
 
 
 def _sinks_gradient(sinks_R: Array, rows: _ArrivedRows) -> Array:
-    """−Σ_i exp(sink − lse_i) δ_i for each head, over the rows that see anything; a sink of −∞ is none."""
-    sinks_R1, lse_Rt, delta_Rt = sinks_R[:, None], rows.lse_GRt1[0, ..., 0], rows.delta_GRt1[0, ..., 0]
-    there_Rt = (lse_Rt != -np.inf) & (sinks_R1 != -np.inf)
-    dsinks_R: Array = np.where(there_Rt, -np.exp(sinks_R1 - lse_Rt) * delta_Rt, 0).sum(axis=-1)
+    """−Σ_i exp(sink − lse_i) δ_i for each head, over the rows that see anything."""
+    lse_Rt, delta_Rt = rows.lse_GRt1[0, ..., 0], rows.delta_GRt1[0, ..., 0]
+    terms_Rt = np.where(lse_Rt == -np.inf, 0, -np.exp(sinks_R[:, None] - lse_Rt) * delta_Rt)
+    dsinks_R: Array = terms_Rt.sum(axis=-1, dtype=np.float64)
     return dsinks_R
 
 

@@ -317,14 +317,12 @@ def attention_backward(
         sinks=sinks,
         scale=scale,
     )
-    given = problems.arrived(
+    arrived = problems.arrived(
         "attention_backward", checked, out=out, lse=lse, dout=dout, dlse=dlse, bias_gradient=bias_gradient
     )
     # The compiled kernels have no backward pass yet.
     chosen = implementation("attention_backward", "blocked" if impl == "auto" else impl)
-    made = chosen.backward(
-        checked, given.out_BHTE, given.lse_BHT, given.dout_BHTE, given.dlse_BHT, bias_gradient
-    )
+    made = chosen.backward(checked, *arrived, bias_gradient)
     dq, dk, dv = (checked.restore(made[name]) for name in ("dq", "dk", "dv"))
     dbias = None if bias is None or not bias_gradient else made["dbias"].reshape(bias.shape)
     return Gradients(dq, dk, dv, made.get("dsinks"), dbias)

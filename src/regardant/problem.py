@@ -388,50 +388,34 @@ def watch(op: str, *, top: int, received: bool, pooled: tuple[int, int] | None) 
     return Watch(integer(op, "top", top, low=0), flag(op, "received", received), pooled)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Arrived:
-    """What a backward pass has besides its `Problem`, checked and given four axes. Make it with `arrived`.
-
-    Attributes:
-        out_BHTE: what the forward pass gave. `lse_BHT`: likewise.
-        dout_BHTE: the gradient arriving at out. `dlse_BHT`: that at lse, or None for none.
-        bias_gradient: whether the bias's gradient is wanted.
-    """
-
-    out_BHTE: Array
-    lse_BHT: Array
-    dout_BHTE: Array
-    dlse_BHT: Array | None
-    bias_gradient: bool
-
-
 def arrived(
     op: str, problem: Problem, *, out: Array, lse: Array, dout: Array, dlse: Array | None, bias_gradient: bool
-) -> Arrived:
-    """Check what the public function `op` was given to go backward from.
+) -> tuple[Array, Array, Array, Array | None]:
+    """Check what the public function `op` is to go backward from; returns out, lse, dout and dlse with all axes.
 
     Raises:
         TypeError, ValueError: as `problem`.
     """
-    B, H, _, T, _, _, E = problem.sizes
-    given = {"out": (out, (B, H, T, E)), "lse": (lse, (B, H, T)), "dout": (dout, (B, H, T, E))}
-    if dlse is not None:
-        given["dlse"] = (dlse, (B, H, T))
-    full = {name: _given(op, problem, name, array, shape) for name, (array, shape) in given.items()}
-    wanted = flag(op, "bias_gradient", bias_gradient)
-    if wanted and problem.bias_BHTS is None:
+    if flag(op, "bias_gradient", bias_gradient) and problem.bias_BHTS is None:
         raise ValueError(f"{op}: bias must be given for bias_gradient=True; got None")
-    return Arrived(full["out"], full["lse"], full["dout"], full.get("dlse"), wanted)
+    B, H, _, T, _, _, E = problem.sizes
+    narrow, wide = problem.q_BHTD.dtype, problem.accumulator
+    return (
+        _result(op, problem, "out", out, narrow, (B, H, T, E)),
+        _result(op, problem, "lse", lse, wide, (B, H, T)),
+        _result(op, problem, "dout", dout, narrow, (B, H, T, E)),
+        None if dlse is None else _result(op, problem, "dlse", dlse, wide, (B, H, T)),
+    )
 
 
-def _given(op: str, problem: Problem, name: str, array: Array, full: tuple[int, ...]) -> Array:
-    """Check one array of the forward pass's results or their gradients, and give it all its axes."""
+def _result(
+    op: str, problem: Problem, name: str, array: Array, dtype: np.dtype[Any], full: tuple[int, ...]
+) -> Array:
+    """Check one of the forward pass's results, or the gradient arriving at it, and give it all its axes."""
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{op}: {name} must be a NumPy array; got {kind(array)}")
-    q = problem.q_BHTD
-    wanted = problem.accumulator if len(full) == 3 else q.dtype  # lse and its gradient have three axes
-    if array.dtype != wanted:
-        raise TypeError(f"{op}: {name} must be {wanted} to go with q of {q.dtype}; got {array.dtype}")
+    if array.dtype != dtype:
+        raise TypeError(f"{op}: {name} must be {dtype} for q of {problem.q_BHTD.dtype}; got {array.dtype}")
     shape = full[4 - problem.rank :]
     if array.shape != shape:
         raise ValueError(f"{op}: {name} must be {shape}, as attention gives it; got {array.shape}")

@@ -206,33 +206,37 @@ def backward(
 
     For a loss L with dout = ∂L/∂out and dlse = ∂L/∂lse, where c is the score after the softcap and before the rest:
 
-        a_ij = exp(s_ij − lse_i)                          dv_j = Σ_i a_ij dout_i
-        δ_i  = dout_i·out_i − dlse_i                      ds_ij = a_ij (dout_i·v_j − δ_i) = dbias_ij
-        dx_ij = ds_ij · (1 − (c_ij/softcap)²)             dq_i = scale · Σ_j dx_ij k_j
-        dsink_h = −Σ_i exp(sink_h − lse_i) δ_i            dk_j = scale · Σ_i dx_ij q_i
+        dv_j  = Σ_i a_ij dout_i                           da_ij = dout_i·v_j
+        δ_i   = Σ_j a_ij da_ij − dlse_i                   ds_ij = a_ij (da_ij − δ_i)       = dbias_ij
+        dx_ij = ds_ij · (1 − (c_ij/softcap)²) · scale     dq_i  = Σ_j dx_ij k_j            dk_j = Σ_i dx_ij q_i
+        dsink_h = −Σ_i exp(sink_h − lse_i) δ_i
 
-    Hidden pairs, and rows whose lse is −∞, take no part in any sum.
+    Σ_j a_ij da_ij is dout_i·out_i, which is what the other implementations take. `out_BHTE` and `lse_BHT` are not
+    needed by the definition: they carry the rounding of the forward pass.
     """
+    del out_BHTE, lse_BHT
     B, H, G, T, S, D, E = problem.sizes
     q_BHTD, k_BHSD, v_BHSE = _per_query_head(problem)
-    out_BHTE, lse_BHT, dout_BHTE = (a.astype(np.float64) for a in (out_BHTE, lse_BHT, dout_BHTE))
+    dout_BHTE = dout_BHTE.astype(np.float64)
+    d = dense(problem)
+    live_BHT = d.m_BHT != -np.inf
+    visible_BHTS = d.visible_BHTS & live_BHT[..., None]
     # Hidden NaN and Inf may pass through the arithmetic here as well; a narrow type may be too small for a gradient.
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        c_BHTS = _capped(problem, q_BHTD, k_BHSD)
-        s_BHTS, visible_BHTS = _options(problem, c_BHTS)
-        visible_BHTS &= lse_BHT[..., None] != -np.inf
-        a_BHTS = np.where(visible_BHTS, np.exp(s_BHTS - lse_BHT[..., None]), 0)
-        delta_BHT = (dout_BHTE * out_BHTE).sum(axis=-1) - (0 if dlse_BHT is None else dlse_BHT)
-        ds_BHTS = a_BHTS * (dout_BHTE @ v_BHSE.swapaxes(-1, -2) - delta_BHT[..., None])
-        ds_BHTS = np.where(visible_BHTS, ds_BHTS, 0)
+    with np.errstate(invalid="ignore", over="ignore"):
+        da_BHTS = np.where(visible_BHTS, dout_BHTE @ v_BHSE.swapaxes(-1, -2), 0)
+        delta_BHT = (d.a_BHTS * da_BHTS).sum(axis=-1)
+        if dlse_BHT is not None:
+            delta_BHT -= np.where(live_BHT, dlse_BHT, 0)
+        ds_BHTS = np.where(visible_BHTS, d.a_BHTS * (da_BHTS - delta_BHT[..., None]), 0)
         dx_BHTS = problem.scale * ds_BHTS
         if problem.softcap is not None:
-            dx_BHTS = np.where(visible_BHTS, dx_BHTS * (1 - (c_BHTS / problem.softcap) ** 2), 0)
+            c_BHTS = np.where(visible_BHTS, _capped(problem, q_BHTD, k_BHSD), 0)
+            dx_BHTS = dx_BHTS * (1 - (c_BHTS / problem.softcap) ** 2)
         dq_BHTD, dk_BHSD, dv_BHSE = np.zeros((B, H, T, D)), np.zeros((B, H, S, D)), np.zeros((B, H, S, E))
         for at in np.ndindex(B, H):
             dq_BHTD[at] = mix(dx_BHTS[at], k_BHSD[at], visible_BHTS[at])
             dk_BHSD[at] = mix(dx_BHTS[at].T, q_BHTD[at], visible_BHTS[at].T)
-            dv_BHSE[at] = mix(a_BHTS[at].T, dout_BHTE[at], visible_BHTS[at].T)
+            dv_BHSE[at] = mix(d.a_BHTS[at].T, dout_BHTE[at], visible_BHTS[at].T)
         group = (B, G, H // G if G else 1)  # a key/value head gathers from all query heads that read it
         gradients = {
             "dq": dq_BHTD.astype(problem.q_BHTD.dtype),
@@ -240,7 +244,8 @@ def backward(
             "dv": dv_BHSE.reshape(*group, S, E).sum(axis=2).astype(problem.v_BGSE.dtype),
         }
         if problem.sinks_H is not None:
-            gradients["dsinks"] = _sinks_gradient(problem, problem.sinks_H, lse_BHT, delta_BHT)
+            dsinks_H = -(_sink_weights(problem, d) * delta_BHT).sum(axis=(0, 2))
+            gradients["dsinks"] = dsinks_H.astype(problem.accumulator)
         if problem.bias_BHTS is not None and bias_gradient:
             repeated = tuple(axis for axis, size in enumerate(problem.bias_sizes) if size == 1)
             dbias = ds_BHTS.sum(axis=repeated, keepdims=True)
@@ -248,24 +253,20 @@ def backward(
     return gradients
 
 
-def _sinks_gradient(problem: Problem, sinks_H: Array, lse_BHT: Array, delta_BHT: Array) -> Array:
-    """A sink brings no value, so that its weight only takes: dsink_h = −Σ_i exp(sink_h − lse_i) δ_i."""
-    sinks_H1 = sinks_H.astype(np.float64)[:, None]
-    there_BHT = (lse_BHT != -np.inf) & (sinks_H1 != -np.inf)
-    terms_BHT = np.where(there_BHT, -np.exp(sinks_H1 - lse_BHT) * delta_BHT, 0)
-    dsinks_H: Array = terms_BHT.sum(axis=(0, 2)).astype(problem.accumulator)
-    return dsinks_H
+def _sink_weights(problem: Problem, d: Dense) -> Array:
+    """The share of each row that its head's sink took; 0 without sinks."""
+    if problem.sinks_H is None:
+        return np.zeros_like(d.m_BHT)
+    live_BHT = d.m_BHT != -np.inf
+    log_sink_BHT = problem.sinks_H[:, None] - np.where(live_BHT, d.lse_BHT, 0)
+    return np.where(live_BHT, np.exp(np.minimum(log_sink_BHT, 0)), 0)
 
 
 def _observe(problem: Problem, d: Dense, watch: Watch) -> dict[str, Array]:
     B, H, _, T, S, *_ = problem.sizes
     a_BHTS = d.a_BHTS
     log_a_BHTS = np.where(a_BHTS > 0, np.log(np.where(a_BHTS > 0, a_BHTS, 1)), 0)
-    sink_BHT = np.zeros((B, H, T))
-    if problem.sinks_H is not None:
-        sink_BHT = np.where(
-            d.m_BHT == -np.inf, 0, np.exp(np.minimum(problem.sinks_H[:, None] - d.lse_BHT, 0))
-        )
+    sink_BHT = _sink_weights(problem, d)
     log_sink_BHT = np.where(sink_BHT > 0, np.log(np.where(sink_BHT > 0, sink_BHT, 1)), 0)
     # Heaviest first; among equals the earlier key, which a stable sort of the negated scores gives.
     order_BHTS = np.argsort(-d.s_BHTS, axis=-1, kind="stable")[..., : watch.top]

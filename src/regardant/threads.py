@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 _chosen: int | None = None
+_followed: Callable[[], int] | None = None
 
 
 def set_num_threads(count: int) -> None:
@@ -32,14 +33,25 @@ def set_num_threads(count: int) -> None:
     _chosen = count
 
 
+def follow(count: Callable[[], int]) -> None:
+    """Use as many threads as another library's `count()` says, unless `set_num_threads` has been called."""
+    global _followed  # noqa: PLW0603 - a process-wide setting is what this is
+    _followed = count
+
+
 def num_threads() -> int:
-    """The threads in use: what `set_num_threads` said, else OMP_NUM_THREADS, else the CPUs this process may run on.
+    """The threads in use.
+
+    As many as the first of these says: `set_num_threads`, a library that is followed, OMP_NUM_THREADS, the CPUs that
+    this process may run on.
 
     Raises:
         ValueError: an OMP_NUM_THREADS that does not begin with a number of at least 1.
     """
     if _chosen is not None:
         return _chosen
+    if _followed is not None:
+        return _followed()
     said = os.environ.get("OMP_NUM_THREADS", "").strip()
     if said:
         first = said.split(",", maxsplit=1)[0].strip()  # OpenMP allows a list, one number per nesting level

@@ -50,6 +50,8 @@ def test_json_holds_what_is_documented(as_data):
             "seed": None,
             "stop": ["zzz"],
             "chat": False,
+            "engine": "numpy",
+            "dtype": "float32",
         },
     }
 

@@ -74,6 +74,12 @@ def generate(
         list[str] | None,
         typer.Option(metavar="TEXT", help="End before this text; may be given several times."),
     ] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="NAME", help="What computes: numpy, or torch (extra torch).")
+    ] = "numpy",
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="float32 or float64; with torch also bfloat16.")
+    ] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, once the text is complete.")] = False,
 ) -> None:
     """Continue a text with a language model.
@@ -99,8 +105,8 @@ def generate(
         "stop": stop or [],
         "chat": chat,
     }
-    _check(settings)
-    loaded = terminal.open_model(model)
+    _check(settings, engine, dtype)
+    loaded = terminal.open_model(model, engine=engine, dtype=dtype)
     with terminal.bar("Reading the prompt") as report:
         text = loaded.generate(given, **settings, progress=report)
         # The first token comes when the whole prompt has been read; the bar must be gone by then.
@@ -114,7 +120,7 @@ def generate(
                 "text": first + text.text(),
                 "ids": text.ids,
                 "finish_reason": text.finish_reason,
-                "settings": settings,
+                "settings": settings | {"engine": engine, "dtype": dtype},
             }
         )
         return
@@ -127,9 +133,12 @@ def generate(
     )
 
 
-def _check(settings: dict[str, Any]) -> None:
+def _check(settings: dict[str, Any], engine: str, dtype: str) -> None:
     """Refuse settings without a meaning before a model is loaded for them."""
+    from regardant.lm import engine as engines
     from regardant.lm import generate as lm
+
+    engines.check(engine, dtype)
 
     lm.check_max_tokens(settings["max_tokens"])
     lm.random_generator(settings["seed"])

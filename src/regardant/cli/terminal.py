@@ -142,12 +142,12 @@ def _progress() -> Progress:
     )
 
 
-def open_model(name: str) -> LanguageModel:
+def open_model(name: str, *, engine: str = "numpy", dtype: str = "float32") -> LanguageModel:
     """Load a model by name, folder or file, with a bar while that takes time."""
     from regardant.lm.load import load
 
     with bar(f"Loading {name}") as report:
-        return load(name, progress=report)
+        return load(name, engine=engine, dtype=dtype, progress=report)
 
 
 def is_unicode(stream: TextIO) -> bool:

@@ -7,13 +7,14 @@ silently: a model that cannot be run as it was made is refused.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regardant.lm import weights as shared
+from regardant.lm import engine as engines
 from regardant.lm.errors import LoadError
 from regardant.lm.fetch import NAMED, ModelEntry, hub_model, models, named_model
 
@@ -27,28 +28,39 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def load(
-    name_or_path: str | os.PathLike[str], *, dtype: object = "float32", progress: Progress | None = None
+    name_or_path: str | os.PathLike[str],
+    *,
+    engine: str = "numpy",
+    dtype: object = "float32",
+    progress: Progress | None = None,
 ) -> LanguageModel:
     """Load a language model.
 
     Args:
         name_or_path: a named model ("smollm2"), a folder as Hugging Face lays it out (config.json, safetensors,
             tokenizer.json), a .gguf file, or a name on the Hugging Face hub ("HuggingFaceTB/SmolLM2-135M").
-        dtype: "float32" or "float64", what weights of other types are widened to.
+        engine: "numpy", or "torch": what computes the model, and what its arrays are.
+        dtype: "float32" or "float64", what weights of other types are widened to; with torch also "bfloat16", what
+            they are rounded to.
         progress: called with (bytes done, bytes in all or 0, what is being done), at most every megabyte.
 
-    Memory is four (float32) or eight (float64) bytes a weight; float32 weights that the file stores as such are
-    used where they lie, and take up memory as they are read.
+    Memory is four (float32) or eight (float64) bytes a weight, four also on the way to bfloat16's two; float32
+    weights that the file stores as such are used where they lie, and take up memory as they are read.
 
     Raises:
         LoadError, FetchError, ConfigError: subclasses of ValueError, with one sentence on what to do.
     """
-    wanted = shared.float_type(dtype)
+    engines.check(engine, dtype)
     name = os.fspath(name_or_path)
     try:
-        return _load(name, wanted, progress)
+        model = _load(name, engines.stored_type(engine, dtype), progress)
     except OSError as error:
         raise LoadError(f"{error.filename or name}: cannot be read: {error.strerror or error}") from None
+    if engine == "numpy":
+        return model
+    weights = dict(model.weights)
+    model = dataclasses.replace(model, weights={})  # so that nothing holds the arrays while they are converted
+    return dataclasses.replace(model, weights=engines.convert(weights, engine, dtype))
 
 
 def _load(name: str, dtype: Any, progress: Progress | None) -> LanguageModel:

@@ -80,7 +80,9 @@ def _keep_look(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ..
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _gradients(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     """One for each of q, k, v and the options, None where there is none or none is needed."""
     needed = ctx.needs_input_grad
     if needed[_ALIBI]:
@@ -102,7 +104,9 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -
     return tuple(made)
 
 
-def _look_gradients(ctx: Any, dout: torch.Tensor | None, *_statistics: Any) -> tuple[torch.Tensor | None, ...]:
+def _look_gradients(
+    ctx: Any, dout: torch.Tensor | None, *_statistics: Any
+) -> tuple[torch.Tensor | None, ...]:
     return *_gradients(ctx, dout, None), None, None, None
 
 

@@ -1,9 +1,9 @@
 """Attention on tensors of any device, block by block, with its gradients: plain torch, no T × S matrix.
 
-It is what runs where there is no compiled kernel of ours and torch has none that honours the options. A tile of scores
-at a time is made, used and forgotten; for the gradients it is made again from q, k and lse (Dao et al. 2022). What a
-row carries from tile to tile is its maximum m, its denominator l = Σ e^(s−m) and the mean of the values so far, which,
-unlike their sum, no finite values can make overflow.
+It is what runs where there is no compiled kernel of ours and torch has none that honours the options. A tile of
+scores at a time is made, used and forgotten; for the gradients it is made again from q, k and lse (Dao et al. 2022).
+What a row carries from tile to tile is its maximum m, its denominator l = Σ e^(s−m) and the mean of the values so
+far, which, unlike their sum, no finite values can make overflow.
 
 Tiles that causality and the window hide are skipped; bounds, segments, mask and bias are read tile by tile. Hidden
 scores are −∞, so hidden keys do not matter; a hidden value, or a hidden query in a sum of gradients, would matter if
@@ -45,7 +45,7 @@ class Gradients(NamedTuple):
 
 def attend(p: TensorProblem, watch: Watch | None = None) -> dict[str, torch.Tensor]:
     """Output and lse of a problem and, with `watch`, what was to be kept, under the names of a `Look`."""
-    B, H, G, T, S, _, E = p.sizes
+    B, H, _, T, *_ = p.sizes
     finite = _finite(p.v_BGSE)
     parts: list[dict[str, torch.Tensor]] = []
     queries, keys = _tile_shape(p)
@@ -84,11 +84,19 @@ class _Rows:
         self.top_keys = torch.full((*shape, K), -1, dtype=torch.int64, device=like["device"])
 
     def take(
-        self, s_BGRts: torch.Tensor, visible: torch.Tensor | None, v_BGsE: torch.Tensor, first: int, *, finite: bool
+        self,
+        s_BGRts: torch.Tensor,
+        visible: torch.Tensor | None,
+        v_BGsE: torch.Tensor,
+        first: int,
+        *,
+        finite: bool,
     ) -> None:
         """Fold in one tile: its scores (hidden ones −∞), visibility (None: all), values, first key."""
         m_BGRt = torch.maximum(self.m_BGRt, s_BGRts.amax(dim=-1))
-        base_BGRt = torch.where(m_BGRt == -torch.inf, 0, m_BGRt)  # a row that has seen nothing yet: e^(−∞−0) = 0
+        base_BGRt = torch.where(
+            m_BGRt == -torch.inf, 0, m_BGRt
+        )  # a row that has seen nothing yet: e^(−∞−0) = 0
         fade_BGRt = torch.exp(self.m_BGRt - base_BGRt)
         relative_BGRts = s_BGRts - base_BGRt[..., None]
         e_BGRts = torch.exp(relative_BGRts)
@@ -244,17 +252,17 @@ class _Sums:
         """Round to the types of what each belongs to."""
         dtype = self.p.q_BHTD.dtype
         dbias = None if bias is None or self.dbias is None else self.dbias.reshape(bias.shape).to(bias.dtype)
-        return Gradients(self.dq_BHTD.to(dtype), self.dk_BGSD.to(dtype), self.dv_BGSE.to(dtype), dsinks_H, dbias)
+        return Gradients(
+            self.dq_BHTD.to(dtype), self.dk_BGSD.to(dtype), self.dv_BGSE.to(dtype), dsinks_H, dbias
+        )
 
 
 def rows(
     p: TensorProblem, lse_BHT: torch.Tensor, queries_L: torch.Tensor, heads_M: torch.Tensor
 ) -> torch.Tensor:
     """Weights of the given queries of the given heads, (B, M, L, S), from q, k and lse. Memory: the result."""
-    B, H, _, T, S, *_ = p.sizes
-    a_BMLS = torch.zeros(
-        (B, len(heads_M), len(queries_L), S), dtype=p.accumulator, device=p.q_BHTD.device
-    )
+    B, _, _, _, S, *_ = p.sizes
+    a_BMLS = torch.zeros((B, len(heads_M), len(queries_L), S), dtype=p.accumulator, device=p.q_BHTD.device)
     _, keys = _tile_shape(p)
     for n in _cut(len(queries_L), QUERIES):
         t = queries_L[n]
@@ -330,7 +338,9 @@ def _scores(
     return _finished(p, _capped(p, raw_BGRts), t, s)
 
 
-def _raw(p: TensorProblem, q_BGND: torch.Tensor, k_BGsD: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _raw(
+    p: TensorProblem, q_BGND: torch.Tensor, k_BGsD: torch.Tensor, shape: tuple[int, ...]
+) -> torch.Tensor:
     return (q_BGND @ k_BGsD.transpose(-1, -2)).reshape(*shape, k_BGsD.shape[2]) * p.scale
 
 
@@ -409,12 +419,14 @@ def _mix(a_BGRts: torch.Tensor, x_BGsW: torch.Tensor, visible: torch.Tensor | No
 def _gather(a_BGRts: torch.Tensor, x_BGNW: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     """Σ_(R, t) a x, (B, G, s, W); over visible pairs only, should `visible` be given."""
     B, G, R, t, s = a_BGRts.shape
-    aside = None if visible is None else visible.expand(a_BGRts.shape).reshape(B, G, R * t, s).transpose(-1, -2)
+    aside = (
+        None if visible is None else visible.expand(a_BGRts.shape).reshape(B, G, R * t, s).transpose(-1, -2)
+    )
     return _product(a_BGRts.reshape(B, G, R * t, s).transpose(-1, -2), x_BGNW, aside)
 
 
 def _product(a_BGnm: torch.Tensor, x_BGmW: torch.Tensor, visible_BGnm: torch.Tensor | None) -> torch.Tensor:
-    """a @ x. With `visible`, hidden pairs, where a is 0, do not count even if x is not finite there."""
+    """Compute a @ x. With `visible`, hidden pairs, where a is 0, do not count even if x is not finite there."""
     if visible_BGnm is None:
         return a_BGnm @ x_BGmW
     y_BGnW = a_BGnm @ torch.where(torch.isfinite(x_BGmW), x_BGmW, 0)

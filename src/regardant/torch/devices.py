@@ -87,7 +87,9 @@ def flex_cannot(call: Call) -> str | None:
 
 
 def _native_cannot(call: Call) -> str | None:
-    return None if call.device in {"cpu", "meta"} else f"the compiled kernels are for the CPU, not {call.device}"
+    return (
+        None if call.device in {"cpu", "meta"} else f"the compiled kernels are for the CPU, not {call.device}"
+    )
 
 
 def _torch_cannot(_call: Call) -> str | None:
@@ -159,7 +161,9 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) ->
     four = [x[(None,) * (4 - x.ndim)] for x in (q, k, v)]
     square = options.causal and (q.shape[-2] > 1 or k.shape[-2] > 1)
     late = options.offset is not None and options.offset >= k.shape[-2] - 1  # every query sees every key
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+    with sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    ):
         out_BHTE = torch.nn.functional.scaled_dot_product_attention(
             *four,
             is_causal=square and not late and q.shape[-2] > 1,
@@ -170,7 +174,11 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) ->
 
 
 def flex(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, attend: Callable[..., Any] | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+    attend: Callable[..., Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention and lse by torch's FlexAttention, of a call that it can serve.
 
@@ -275,7 +283,9 @@ def block_mask(p: TensorProblem) -> Any:
     low_R = torch.zeros_like(first_R) if p.window is None else torch.clamp(first_R - p.window + 1, 0, S)
     begin_R = low_R // BLOCK
     count_R = torch.clamp((high_R + BLOCK - 1) // BLOCK - begin_R, min=0)
-    order_RC = (begin_R[:, None] + torch.arange(columns, device=like["device"])) % columns  # all blocks, those first
+    order_RC = (
+        begin_R[:, None] + torch.arange(columns, device=like["device"])
+    ) % columns  # all blocks, those first
     return BlockMask.from_kv_blocks(
         count_R.to(**like)[None, None],
         order_RC.to(**like)[None, None],

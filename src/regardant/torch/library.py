@@ -26,7 +26,7 @@ from regardant import ops
 from regardant import problem as problems
 from regardant.torch import blocked
 from regardant.torch.memory import as_array, as_tensor, maybe_array
-from regardant.torch.options import SCHEMA, TENSORS, Options
+from regardant.torch.options import SCHEMA, Options
 from regardant.torch.problem import TensorProblem
 from regardant.torch.problem import problem as problem_of
 
@@ -66,7 +66,6 @@ rows = torch.ops.regardant.rows.default
 # ------------------------------------------------------------------------------------------------ the kernels
 
 
-@torch.library.impl(LIBRARY, "attention", "CPU")
 def _attention_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +76,6 @@ def _attention_cpu(
     return as_tensor(out), as_tensor(lse)
 
 
-@torch.library.impl(LIBRARY, "attention", "CompositeExplicitAutograd")
 def _attention_elsewhere(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,10 +84,9 @@ def _attention_elsewhere(
     return problem.restore(seen["out"]), problem.restore(seen["lse"])
 
 
-@torch.library.impl(LIBRARY, "attention_backward", "CPU")
 def _backward_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
-    dlse: torch.Tensor | None, bias_gradient: bool, *given: Any,
+    dlse: torch.Tensor | None, bias_gradient: bool, *given: Any,  # noqa: FBT001 - as the schema has it
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     options = Options(*given)
     if options.impl == TORCH:
@@ -103,10 +100,9 @@ def _backward_cpu(
     return tuple(_nothing(q) if array is None else as_tensor(array) for array in made)
 
 
-@torch.library.impl(LIBRARY, "attention_backward", "CompositeExplicitAutograd")
 def _backward_elsewhere(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
-    dlse: torch.Tensor | None, bias_gradient: bool, *given: Any,
+    dlse: torch.Tensor | None, bias_gradient: bool, *given: Any,  # noqa: FBT001 - as the schema has it
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     options = Options(*given)
     problem = _problem("attention_backward", q, k, v, options)
@@ -124,7 +120,6 @@ def _backward_elsewhere(
     return dq, dk, dv, *(_nothing(q) if tensor is None else tensor for tensor in made[3:])
 
 
-@torch.library.impl(LIBRARY, "look", "CPU")
 def _look_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
     options, top, received, pooled = Options(*given[:-3]), *given[-3:]
     if options.impl == TORCH:
@@ -137,8 +132,9 @@ def _look_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) ->
     return tuple(_nothing(q) if array is None else as_tensor(array) for array in parts)
 
 
-@torch.library.impl(LIBRARY, "look", "CompositeExplicitAutograd")
-def _look_elsewhere(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+def _look_elsewhere(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
+) -> tuple[torch.Tensor, ...]:
     options, top, received, pooled = Options(*given[:-3]), *given[-3:]
     pooled = None if pooled is None else tuple(pooled)
     problem = _problem("look", q, k, v, options)
@@ -146,7 +142,6 @@ def _look_elsewhere(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: A
     return tuple(problem.restore(seen[name]) if name in seen else _nothing(q) for name in SEEN)
 
 
-@torch.library.impl(LIBRARY, "rows", "CPU")
 def _rows_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, queries: torch.Tensor,
     heads: torch.Tensor, *given: Any,
@@ -162,7 +157,6 @@ def _rows_cpu(
     return as_tensor(problem.restore(chosen.rows(problem, lse_BHT, as_array(queries), as_array(heads))))
 
 
-@torch.library.impl(LIBRARY, "rows", "CompositeExplicitAutograd")
 def _rows_elsewhere(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, queries: torch.Tensor,
     heads: torch.Tensor, *given: Any,
@@ -174,7 +168,13 @@ def _rows_elsewhere(
 
 def arrays(options: Options) -> dict[str, Any]:
     """An operator's options as `regardant.ops` takes them, on the tensors' own memory."""
-    return Options(*map(maybe_array, options[:TENSORS]), *options[TENSORS:]).keywords()
+    named = options.keywords()
+    for name, given in named.items():
+        if isinstance(given, torch.Tensor):
+            named[name] = as_array(given)
+    if named["segments"] is not None:
+        named["segments"] = tuple(map(as_array, named["segments"]))
+    return named
 
 
 def _problem(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> TensorProblem:
@@ -194,12 +194,17 @@ def accumulator(q: torch.Tensor) -> torch.dtype:
 
 def check(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse types and shapes of q, k and v that do not fit together, in the words that NumPy's arrays get."""
+    check_types(op, q, k, v)
+    problems.check_shapes(op, tuple(q.shape), tuple(k.shape), tuple(v.shape))
+
+
+def check_types(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The part of `check` that looks at types."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in FLOATS:
             raise TypeError(f"{op}: {name} must be one of {', '.join(problems.FLOATS)}; got {_name(tensor)}")
         if tensor.dtype != q.dtype:
             raise TypeError(f"{op}: {name} must be {_name(q)} to match q; got {_name(tensor)}")
-    problems.check_shapes(op, tuple(q.shape), tuple(k.shape), tuple(v.shape))
 
 
 def _name(tensor: torch.Tensor) -> str:
@@ -211,7 +216,6 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty((0,), dtype=accumulator(like))
 
 
-@torch.library.register_fake("regardant::attention", lib=LIBRARY)
 def _attention_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,19 +223,17 @@ def _attention_fake(
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=accumulator(q))
 
 
-@torch.library.register_fake("regardant::attention_backward", lib=LIBRARY)
 def _backward_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _out: torch.Tensor, _lse: torch.Tensor, _dout: torch.Tensor,
-    _dlse: torch.Tensor | None, bias_gradient: bool, *given: Any,
+    _dlse: torch.Tensor | None, bias_gradient: bool, *given: Any,  # noqa: FBT001
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     options = Options(*given)
     dsinks = _nothing(q) if options.sinks is None else q.new_empty(options.sinks.shape, dtype=accumulator(q))
-    wanted = bias_gradient and options.bias is not None
-    dbias = options.bias.new_empty(options.bias.shape) if wanted else _nothing(q)
+    bias = options.bias if bias_gradient else None
+    dbias = _nothing(q) if bias is None else bias.new_empty(bias.shape)
     return *(x.new_empty(x.shape) for x in (q, k, v)), dsinks, dbias
 
 
-@torch.library.register_fake("regardant::look", lib=LIBRARY)
 def _look_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
     *_, top, received, pooled = given
     check("look", q, k, v)
@@ -246,7 +248,6 @@ def _look_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -
     )
 
 
-@torch.library.register_fake("regardant::rows", lib=LIBRARY)
 def _rows_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _lse: torch.Tensor, queries: torch.Tensor,
     heads: torch.Tensor, *_options: Any,
@@ -255,3 +256,14 @@ def _rows_fake(
     H = () if q.ndim == 2 else (heads.shape[0],)
     return q.new_empty((*q.shape[:-3], *H, queries.shape[0], k.shape[-2]), dtype=accumulator(q))
 
+
+KERNELS = {  # of each operator: on the CPU, elsewhere, without numbers
+    "attention": (_attention_cpu, _attention_elsewhere, _attention_fake),
+    "attention_backward": (_backward_cpu, _backward_elsewhere, _backward_fake),
+    "look": (_look_cpu, _look_elsewhere, _look_fake),
+    "rows": (_rows_cpu, _rows_elsewhere, _rows_fake),
+}
+for _operator, (_on_cpu, _elsewhere, _fake) in KERNELS.items():
+    LIBRARY.impl(_operator, _on_cpu, "CPU")
+    LIBRARY.impl(_operator, _elsewhere, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"regardant::{_operator}", _fake, lib=LIBRARY)

@@ -115,14 +115,14 @@ def tensor(op: str, name: str, given: Any) -> torch.Tensor:
     return given
 
 
-def same_device(op: str, name: str, given: torch.Tensor, device: torch.device) -> None:
-    """Refuse a tensor that lies elsewhere than the queries.
+def same_device(op: str, name: str, given: torch.Tensor, device: torch.device, q: str = "q") -> None:
+    """Refuse a tensor that lies elsewhere than the queries, called `q`.
 
     Raises:
         ValueError: it does.
     """
     if given.device != device:
-        raise ValueError(f"{op}: {name} must be on {device} as q is; got a tensor on {given.device}")
+        raise ValueError(f"{op}: {name} must be on {device} as {q} is; got a tensor on {given.device}")
 
 
 def _listed(op: str, name: str, given: Any, device: torch.device) -> torch.Tensor | None:

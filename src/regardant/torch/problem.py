@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TensorProblem:
-    """As `regardant.problem.Problem`, on tensors; what is None there is None here, and bounds that hide nothing too."""
+    """As `regardant.problem.Problem`, on tensors; here bounds that were not given are None too."""
 
     q_BHTD: torch.Tensor
     k_BGSD: torch.Tensor
@@ -71,7 +71,9 @@ def problem(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options:
     """
     named = options.keywords()
     del named["impl"]
-    checked = problems.problem(op, _array(q), _array(k), _array(v), **{n: _array(o) for n, o in named.items()})
+    checked = problems.problem(
+        op, _array(q), _array(k), _array(v), **{n: _array(o) for n, o in named.items()}
+    )
     return _on_tensors(q, k, v, options, checked)
 
 
