@@ -115,7 +115,7 @@ def build(name, seed=0, **more):
     kind, config = BUILDERS[name]()
     for option, value in more.items():
         setattr(config, option, value)
-    config._attn_implementation = "eager"
+    config._attn_implementation, config._experts_implementation = "eager", "eager"
     model = kind(config).eval()
     loud(model)
     return model

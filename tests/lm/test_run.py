@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from regardant.lm import config as configs
 from regardant import runs
+from regardant.lm import config as configs
 from regardant.lm.errors import ContextError, UserError
 from regardant.lm.language_model import LanguageModel
 from regardant.lm.run import written_norms

@@ -27,6 +27,7 @@ Shape legend: B batch, H query heads that are watched, T queries, S keys.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -37,17 +38,30 @@ from regardant import problem as problems
 from regardant import runs
 from regardant.errors import UserError
 from regardant.transformers.interface import WATCHED
-from regardant.transformers.keeping import OUTPUTS, Forward, Layer, Settings
+from regardant.transformers.keeping import OUTPUTS, Forward, Layer, LayerLook, Settings
 from regardant.transformers.masks import LazyMask
 from regardant.transformers.tokens import tokens_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
     from regardant.problem import Array
-    from regardant.transformers.keeping import LayerLook
+
+
+class _Looks(Mapping[int, LayerLook]):
+    def __init__(self, layers: dict[int, Layer]) -> None:
+        self._layers = layers
+
+    def __getitem__(self, number: int) -> LayerLook:
+        return self._layers[number].look()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
 
 
 class Watch:
@@ -180,13 +194,13 @@ class Watch:
         self._made = {}
 
     @property
-    def layers(self) -> dict[int, LayerLook]:
-        """What each layer watched has looked at so far, by number.
+    def layers(self) -> Mapping[int, LayerLook]:
+        """What each layer watched has looked at so far, by number; each is put together when it is asked for.
 
         Raises:
             UserError: nothing has been seen.
         """
-        return {layer.number: layer.look() for layer in self._watched()}
+        return _Looks({layer.number: layer for layer in self._watched()})
 
     def sources(
         self,
