@@ -71,7 +71,7 @@ def attention(
         "attention", q, k, v, causal=causal, offset=offset, window=window, starts=starts, lengths=lengths,
         segments=segments, mask=mask, bias=bias, alibi=alibi, softcap=softcap, sinks=sinks, scale=scale, impl=impl,
     )  # fmt: skip
-    q, k, v = _autocast(q, k, v)
+    q, k, v = _typed("attention", q, k, v)
     if not (q.is_cpu and options.impl in _ON_CPU):
         name = devices.choose(devices.describe(q, k, v, options, lse=return_lse), options.impl)
         if name == "sdpa":
@@ -125,7 +125,7 @@ def look(
         "look", q, k, v, causal=causal, offset=offset, window=window, starts=starts, lengths=lengths,
         segments=segments, mask=mask, bias=bias, alibi=alibi, softcap=softcap, sinks=sinks, scale=scale, impl=impl,
     )  # fmt: skip
-    q, k, v = _autocast(q, k, v)
+    q, k, v = _typed("look", q, k, v)
     seen = autograd.look(q, k, v, *options, watch.top, watch.received, watch.pooled)
     out, lse, max_logit, entropy, sink_weight, top_keys, top_weights, columns, mass = seen
     source: Any = _Source(q, k, v, options)
@@ -170,21 +170,17 @@ def scaled_dot_product_attention(
     return out.reshape(shape)
 
 
-def _autocast(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+def _typed(
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Refuse types that NumPy has no name for; under `torch.autocast`, cast as torch does for its own attention."""
-    if q.dtype not in library.FLOATS:
-        library.check_types("attention", q, k, v)
+    """Under `torch.autocast`, cast as torch does for its own attention; then refuse types that differ, or do not fit."""
     kind = q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
-    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
-
-
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype) if x.dtype in _CAST else x
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = (x.to(dtype) if x.dtype in _CAST else x for x in (q, k, v))
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in library.FLOATS):
+        library.check_types(op, q, k, v)
+    return q, k, v
 
 
 class _Source:
