@@ -1,5 +1,6 @@
 """Watching a model: the same bits, and what was looked at is what eager attention's matrices say."""
 
+import copy
 import gc
 
 import numpy as np
@@ -11,6 +12,7 @@ import regardant.transformers as rt
 import tiny_models
 from regardant.errors import UserError
 from regardant.looks import Look
+from tiny_models import assert_in_budget
 
 STARTS = (4, 0)
 WAYS = {
@@ -19,7 +21,6 @@ WAYS = {
     "in chunks": {"prefill_chunk_size": 5},
 }
 NAMES = ["llama", "mistral", "gemma2", "gpt_oss", "gpt2", "gpt_neox", "opt", "llama4", "deepseek_v3", "phi3"]
-NEAR = {"rtol": 1e-3, "atol": 3e-5}  # rows of weights: both are float32, and scores reach 30
 
 
 def prompt(seed=1, rows=2, length=14):
@@ -39,15 +40,35 @@ def generate(model, ids, mask, **more):
 
 
 @torch.no_grad()
-def eager_weights(model, ids, mask):
-    """Each layer's matrices (B, H, T, T) by eager attention, with nothing in rows of padding."""
-    model.set_attn_implementation("eager")
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    found = model(
-        ids, attention_mask=mask, position_ids=positions, output_attentions=True, use_cache=False
-    ).attentions
-    model.set_attn_implementation("regardant")
-    return [torch.where(mask[:, None, :, None].bool(), weights, 0) for weights in found]
+def eager_weights(model, ids, mask=None):
+    """Each layer's matrices (L, B, H, T, T) by eager attention, in float32 and in float64.
+
+    In rows of padding there is nothing.
+    """
+    mask = torch.ones_like(ids) if mask is None else mask
+    said = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "use_cache": False}
+    found = []
+    for twin in (copy.deepcopy(model), tiny_models.exact(model)):
+        twin.set_attn_implementation("eager")
+        with tiny_models.wide_softmax():
+            weights = torch.stack(twin(ids, output_attentions=True, **said).attentions)
+        found.append(torch.where(mask[:, None, :, None].bool(), weights, 0))
+    return found
+
+
+def near(eager, exact, terms=1):
+    """How far a sum of so many numbers may be from the exact one: twice as far as eager's, plus one rounding."""
+    error = float((eager.double() - exact.double()).abs().max())
+    return {"rtol": 0, "atol": terms * (2 * error + np.finfo(np.float32).eps)}
+
+
+def near_sums(look, eager, exact):
+    """How far column sums may be off: their weights are made again, with scores rounded otherwise than in lse.
+
+    A score and an lse are each rounded a few times to the largest score's digits, and e to that is a factor.
+    """
+    largest = float(look.max_logit[look.max_logit.isfinite()].abs().max())
+    return near(eager, exact, eager.shape[-1]) | {"rtol": 4 * np.finfo(np.float32).eps * largest}
 
 
 def build(name, **more):
@@ -68,51 +89,60 @@ def test_generation_is_the_same_and_what_was_looked_at_is_right(name, way):
         assert torch.equal(one, two)
         assert torch.equal(one, three)
 
-    read = watched.sequences[:, :-1]
-    mask = torch.nn.functional.pad(mask, (0, read.shape[1] - mask.shape[1]), value=1)
-    wanted = eager_weights(model, read, mask)
-    assert list(w.layers) == [0, 1]
-    for look, want in zip(w.layers.values(), wanted, strict=True):
-        assert isinstance(look, Look)
-        T = read.shape[1]
-        torch.testing.assert_close(look.rows(range(T)), want, **NEAR)
-        torch.testing.assert_close(
-            look.rows([-1, 3, 4, 16], heads=[2, 0]), want[:, [2, 0]][:, :, [-1, 3, 4, 16]], **NEAR
-        )
-        torch.testing.assert_close(
-            look.top_weights, want.sort(dim=-1, descending=True).values[..., :4], **NEAR
-        )
-        at_keys = want.gather(-1, look.top_keys.clamp(min=0)) * (look.top_keys >= 0)
-        torch.testing.assert_close(look.top_weights, at_keys, **NEAR)
-        torch.testing.assert_close(look.received, want.sum(dim=2), **NEAR)
-        sunk = torch.where(mask[:, None].bool(), 1 - want.sum(dim=-1), 0)
-        torch.testing.assert_close(look.sink_weight, sunk, **NEAR)
-        outcomes = torch.cat([want, sunk.clamp(min=0)[..., None]], dim=-1)
-        torch.testing.assert_close(
-            look.entropy, torch.special.entr(outcomes).sum(dim=-1), rtol=1e-3, atol=3e-4
-        )
-        assert look.lse.shape == look.max_logit.shape == want.shape[:3]
+    read, T = watched.sequences[:, :-1], watched.sequences.shape[1] - 1
+    mask = torch.nn.functional.pad(mask, (0, T - mask.shape[1]), value=1)
+    eager, exact = eager_weights(model, read, mask)
+    looks = list(w.layers.values())
+    assert [look.number for look in looks] == list(w.layers) == [0, 1]
+    assert all(isinstance(look, Look) for look in looks)
+
+    def statistics(a_BHTT):
+        """What a look says of these matrices."""
+        sunk = torch.where(mask[:, None].bool(), 1 - a_BHTT.sum(dim=-1), 0).clamp(min=0)
+        outcomes = torch.cat([a_BHTT, sunk[..., None]], dim=-1)
+        heaviest = a_BHTT.sort(dim=-1, descending=True).values[..., :4]
+        return [a_BHTT, heaviest, sunk, torch.special.entr(outcomes).sum(dim=-1)]
+
+    for look, one, other in zip(looks, eager, exact, strict=True):
+        seen = [look.rows(range(T)), look.top_weights, look.sink_weight, look.entropy]
+        for got, plain, want in zip(seen, statistics(one), statistics(other), strict=True):
+            assert_in_budget([got], [plain], [want])
+        torch.testing.assert_close(look.received.double(), other.sum(dim=2), **near_sums(look, one, other))
+        some = [-1, 3, 4, 16]
+        part = one[:, [2, 0]][:, :, some]
+        torch.testing.assert_close(look.rows(some, heads=[2, 0]), part, **near(one, other, 2))
+        at_keys = one.gather(-1, look.top_keys.clamp(min=0)) * (look.top_keys >= 0)
+        torch.testing.assert_close(look.top_weights, at_keys, **near(one, other, 2))
+        assert look.lse.shape == look.max_logit.shape == one.shape[:3]
         assert (look.lse.isneginf() == (mask[:, None] == 0)).all()
 
 
-def written(model, name, number, read, mask):
-    """‖v_j W_O‖ from the module itself: each head's part of the projection applied to the values."""
-    values = {}
-    block = (model.transformer.h if name == "gpt2" else model.model.layers)[number]
-    module = block.attn if name == "gpt2" else block.self_attn
-    taken = module.c_attn if name == "gpt2" else module.v_proj
-    hook = taken.register_forward_hook(lambda _m, _i, out: values.update(v=out.detach()))
-    with torch.no_grad():
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+@torch.no_grad()
+def written(model, name, read, mask):
+    """‖v_j W_O‖ (L, B, H, S) from the modules themselves: each head's part of the projection applied to values."""
+    found, positions = [], (mask.cumsum(-1) - 1).clamp(min=0)
+    blocks = model.transformer.h if name == "gpt2" else model.model.layers
+    for block in blocks:
+        module = block.attn if name == "gpt2" else block.self_attn
+        values, taken = {}, module.c_attn if name == "gpt2" else module.v_proj
+        hook = taken.register_forward_hook(lambda _m, _i, out, values=values: values.update(v=out))
         model(read, attention_mask=mask, position_ids=positions)
-    hook.remove()
-    if name == "gpt2":
-        v = values["v"][..., 64:].unflatten(-1, (4, 8))
-        wo = module.c_proj.weight.unflatten(0, (4, 8))
-    else:
-        v = values["v"].unflatten(-1, (2, 8)).repeat_interleave(2, dim=2)
-        wo = module.o_proj.weight.T.unflatten(0, (4, 8))
-    return torch.einsum("bshd,hdc->bhsc", v, wo).norm(dim=-1)
+        hook.remove()
+        if name == "gpt2":
+            v = values["v"][..., 64:].unflatten(-1, (4, 8))
+            wo = module.c_proj.weight.unflatten(0, (4, 8))
+        else:
+            v = values["v"].unflatten(-1, (2, 8)).repeat_interleave(2, dim=2)
+            wo = module.o_proj.weight.T.unflatten(0, (4, 8))
+        found.append(torch.einsum("bshd,hdc->bhsc", v, wo).norm(dim=-1))
+    return torch.stack(found)
+
+
+def measures(a_LBHTT, norms_LBHS, row, start):
+    """A row's matrices of both measures, (T, T), over all layers and heads."""
+    weight_TT = a_LBHTT[:, row, :, start:, start:].mean(dim=(0, 1))
+    written_TT = (a_LBHTT * norms_LBHS[..., None, :])[:, row, :, start:, start:].sum(dim=(0, 1))
+    return weight_TT, written_TT / written_TT.sum(dim=-1, keepdim=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -121,40 +151,43 @@ def test_sources_received_and_page_data_are_sums_of_the_matrices(name, tmp_path)
     with rt.watch(model, top=4) as w:
         read = generate(model, ids, mask).sequences[:, :-1]
     mask = torch.nn.functional.pad(mask, (0, 6), value=1)
-    a_LBHTT = torch.stack(eager_weights(model, read, mask))
-    moved_LBHTT = a_LBHTT * torch.stack([written(model, name, i, read, mask) for i in (0, 1)])[..., None, :]
+    eager, exact = eager_weights(model, read, mask)
+    norms = written(model, name, read, mask)
+    exact_norms = written(tiny_models.exact(model), name, read, mask)
     w.name_span("begin", tokens=(0, 3))
     w.name_span("prompt's end", tokens=(-9, -6), row=1)
     for row, start in enumerate(STARTS):
-        weight_TT = a_LBHTT[:, row, :, start:, start:].mean(dim=(0, 1)).double().numpy()
-        written_TT = moved_LBHTT[:, row, :, start:, start:].sum(dim=(0, 1)).double().numpy()
-        written_TT /= written_TT.sum(axis=-1, keepdims=True)
+        plain, plain_written = measures(eager, norms, row, start)
+        weight, moved = measures(exact, exact_norms, row, start)
+        near_weight, near_written = near(plain, weight, 3), near(plain_written, moved, 3)
+        weight, moved = weight.numpy(), moved.numpy()
         run = w.run(row)
         assert [token.id for token in run.tokens] == read[row, start:].tolist()
         assert run.prompt == 14 - start
         sources = w.sources(-2, top=3, row=row)
         for item in sources.items:
-            np.testing.assert_allclose(item.weight, weight_TT[-2, item.token.index], **NEAR)
-            np.testing.assert_allclose(item.written, written_TT[-2, item.token.index], **NEAR)
-        np.testing.assert_allclose(sources.sink, weight_TT[-2, 0], **NEAR)
-        np.testing.assert_allclose(sources.spans["begin"].weight, weight_TT[-2, :3].sum(), **NEAR)
-        np.testing.assert_allclose(sources.spans["begin"].written, written_TT[-2, :3].sum(), **NEAR)
-        assert set(sources.spans) == {"begin", "prompt's end"} if row else {"begin"}
+            np.testing.assert_allclose(item.weight, weight[-2, item.token.index], **near_weight)
+            np.testing.assert_allclose(item.written, moved[-2, item.token.index], **near_written)
+        np.testing.assert_allclose(sources.sink, weight[-2, 0], **near_weight)
+        np.testing.assert_allclose(sources.spans["begin"].weight, weight[-2, :3].sum(), **near_weight)
+        np.testing.assert_allclose(sources.spans["begin"].written, moved[-2, :3].sum(), **near_written)
+        assert set(sources.spans) == ({"begin", "prompt's end"} if row else {"begin"})
         # One for each of the 7 generated tokens: what the token before it drew.
-        np.testing.assert_allclose(w.received("begin", row=row), weight_TT[-7:, :3].sum(axis=-1), **NEAR)
+        np.testing.assert_allclose(w.received("begin", row=row), weight[-7:, :3].sum(axis=-1), **near_weight)
         drawn = w.received("begin", tokens=[2, -1], measure="written", row=row)
-        np.testing.assert_allclose(drawn, written_TT[[2, -1], :3].sum(axis=-1), **NEAR)
+        np.testing.assert_allclose(drawn, moved[[2, -1], :3].sum(axis=-1), **near_written)
         one = w.received("begin", layers=1, heads=[3, 0], row=row)
-        want = a_LBHTT[1, row][[3, 0], start:, start:].mean(dim=0)[-7:, :3].sum(dim=-1)
-        np.testing.assert_allclose(one, want, **NEAR)
-        data = run.page_data()
-        known = np.take_along_axis(weight_TT, np.maximum(data["all"]["weight"]["keys"], 0), axis=-1)
-        np.testing.assert_allclose(data["all"]["weight"]["weights"], known, **NEAR)
+        want = exact[1, row][[3, 0], start:, start:].mean(dim=0)[-7:, :3].sum(dim=-1)
+        np.testing.assert_allclose(one, want, **near(eager[1], exact[1], 3))
+        data = run.page_data()["all"]["weight"]
+        known = np.take_along_axis(weight, np.maximum(data["keys"], 0), axis=-1)
+        np.testing.assert_allclose(data["weights"], np.where(data["keys"] < 0, 0, known), **near_weight)
         page = tmp_path / f"{row}.html"
         w.save(page, row=row, focus=3)
         assert page.read_text().startswith("<!")
-    np.testing.assert_allclose(w.received("prompt's end", row=1), weight_TT[-7:, 11:14].sum(axis=-1), **NEAR)
-    with pytest.raises(UserError, match=r'span must be one that has a name .*begin.*; got "prompt\'s end"'):
+    end = w.received("prompt's end", row=1)
+    np.testing.assert_allclose(end, weight[-7:, 11:14].sum(axis=-1), **near_weight)
+    with pytest.raises(UserError, match=r"span must be one that has a name .*'begin'.*; got .prompt's end"):
         w.received("prompt's end", row=0)
 
 
@@ -248,30 +281,31 @@ def forward_pieces(model, ids, cache, *cuts):
 @torch.no_grad()
 def test_pieces_of_a_text_and_a_text_that_is_begun_anew():
     model, (ids, _) = build("mistral"), prompt()
-    want = eager_weights(model, ids, torch.ones_like(ids))
+    eager, exact = eager_weights(model, ids)
     with rt.watch(model, received=True) as w:
         model(prompt(seed=9, rows=1)[0])  # forgotten
         forward_pieces(model, ids, hf.DynamicCache(config=model.config), 3, 4, 10)
-    for look, weights in zip(w.layers.values(), want, strict=True):
-        torch.testing.assert_close(look.rows(range(14)), weights, **NEAR)
-        torch.testing.assert_close(look.received, weights.sum(dim=2), **NEAR)
+    looks = list(w.layers.values())
+    assert_in_budget([look.rows(range(14)) for look in looks], eager, exact)
+    for look, one, wide in zip(looks, eager, exact, strict=True):
+        torch.testing.assert_close(look.received.double(), wide.sum(dim=2), **near_sums(look, one, wide))
 
 
 @torch.no_grad()
 def test_a_cache_that_is_cropped_takes_what_was_seen_with_it():
     model, (ids, _) = build("llama"), prompt()
     other = torch.cat([ids[:, :6], prompt(seed=4)[0][:, 6:]], dim=1)
-    want = eager_weights(model, other, torch.ones_like(ids))
+    eager, exact = eager_weights(model, other)
     cache = hf.DynamicCache()
     with rt.watch(model, received=True, keep_rows=5) as w:
         forward_pieces(model, ids, cache, 8)
         cache.crop(-8)
         model(other[:, 6:], cache=cache)
         assert [token.id for token in w.run(0).tokens] == other[0].tolist()
-    for look, weights in zip(w.layers.values(), want, strict=True):
+    for look, one, wide in zip(w.layers.values(), eager, exact, strict=True):
         assert look.entropy.shape[2] == 14
-        torch.testing.assert_close(look.rows(range(9, 14)), weights[:, :, 9:], **NEAR)
-        torch.testing.assert_close(look.rows([4, 5]), weights[:, :, 4:6], **NEAR)
+        assert_in_budget([look.rows(range(9, 14))], [one[:, :, 9:]], [wide[:, :, 9:]])
+        torch.testing.assert_close(look.rows([4, 5]), one[:, :, 4:6], **near(one, wide, 2))
         with pytest.raises(UserError, match="query of token 2 was not kept in layer 0: keep_rows=5"):
             w.layers[0].rows(2)
         assert look.received is None
@@ -281,16 +315,18 @@ def test_a_cache_that_is_cropped_takes_what_was_seen_with_it():
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_watch_that_is_opened_upon_a_cache(name):
     model, (ids, _) = build(name), prompt()
-    want = eager_weights(model, ids, torch.ones_like(ids))
+    eager, exact = eager_weights(model, ids)
     cache = hf.DynamicCache(config=model.config)
     model(ids[:, :9], cache=cache)
     with rt.watch(model) as w:
         model(ids[:, 9:13], cache=cache)
         model(ids[:, 13:], cache=cache)
-    for look, weights in zip(w.layers.values(), want, strict=True):
-        assert look.first == 9
-        torch.testing.assert_close(look.rows(range(5)), weights[:, :, 9:], **NEAR)
-    np.testing.assert_allclose(w.run(1).layers[0].rows([10, -1]), want[0][1][:, [10, -1]], **NEAR)
+    assert [look.first for look in w.layers.values()] == [9, 9]
+    assert_in_budget(
+        [look.rows(range(5)) for look in w.layers.values()], eager[..., 9:, :], exact[..., 9:, :]
+    )
+    rows = w.run(1).layers[0].rows([10, -1])
+    np.testing.assert_allclose(rows, exact[0, 1][:, [10, -1]], **near(eager[0], exact[0]))
     with pytest.raises(UserError, match="token 3 was read before the watch was opened"):
         w.sources(3)
 
@@ -301,15 +337,17 @@ def test_keeping_less():
     with rt.watch(model, layers=1, heads=[3, 0], keep_rows=1, top=2) as w:
         read = generate(model, ids, mask).sequences[:, :-1]
     mask = torch.nn.functional.pad(mask, (0, 6), value=1)
-    want = eager_weights(model, read, mask)[1][:, [0, 3]]
+    eager, exact = (weights[1][:, [0, 3]] for weights in eager_weights(model, read, mask))
     assert list(w.layers) == [1]
     look = w.layers[1]
-    torch.testing.assert_close(look.rows(range(13, 20)), want[:, :, 13:], **NEAR)
-    torch.testing.assert_close(look.rows(-1, heads=1), want[:, 1:, -1:], **NEAR)
-    torch.testing.assert_close(look.top_weights, want.sort(dim=-1, descending=True).values[..., :2], **NEAR)
-    assert w.received.__self__.received is not None
+    assert_in_budget([look.rows(range(13, 20))], [eager[:, :, 13:]], [exact[:, :, 13:]])
+    torch.testing.assert_close(look.rows(-1, heads=1), eager[:, 1:, -1:], **near(eager, exact, 2))
+    heaviest = eager.sort(dim=-1, descending=True).values[..., :2]
+    torch.testing.assert_close(look.top_weights, heaviest, **near(eager, exact, 2))
+    assert look.received is None
     w.name_span("all", tokens=(0, 20), row=1)
-    np.testing.assert_allclose(w.received("all", row=1), want[1].mean(dim=0)[13:].sum(dim=-1), **NEAR)
+    drawn = exact[1].mean(dim=0)[13:].sum(dim=-1)
+    np.testing.assert_allclose(w.received("all", row=1), drawn, **near(eager, exact, 20))
     with pytest.raises(
         UserError, match="query of token 2 was not kept in layer 1: keep_rows=1 kept those from 13 on"
     ):
@@ -333,12 +371,12 @@ def test_training_is_watched_without_changing_a_gradient():
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
     before = w.layers[0].rows(range(14))
     assert not before.requires_grad
-    want = eager_weights(model, ids, mask)
+    eager, exact = eager_weights(model.eval(), ids, mask)
+    assert_in_budget([before], [eager[0]], [exact[0]])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    torch.testing.assert_close(w.layers[0].rows(range(14)), before, rtol=0, atol=0)
-    torch.testing.assert_close(before, want[0], **NEAR)
+    assert torch.equal(w.layers[0].rows(range(14)), before)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -361,8 +399,8 @@ def test_every_mode_of_torch_may_be_mixed():
         model(ids[:, 10:11], cache=cache)
         with torch.inference_mode():
             model(ids[:, 11:], cache=cache)
-    want = eager_weights(model, ids, torch.ones_like(ids))
-    torch.testing.assert_close(w.layers[1].rows(range(14)), want[1], **NEAR)
+    eager, exact = eager_weights(model, ids)
+    assert_in_budget([look.rows(range(14)) for look in w.layers.values()], eager, exact)
     assert not w.layers[1].entropy.is_inference()
 
 

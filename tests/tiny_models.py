@@ -2,7 +2,13 @@
 
 Queries and keys are scaled up, learned sinks are drawn at random, softcaps are small, windows and chunks are shorter
 than the texts.
+
+Errors are measured against eager attention in float64: what is computed in float32 may err twice as much as eager
+attention in float32 does, plus one rounding.
 """
+
+import contextlib
+import copy
 
 import torch
 import transformers as hf
@@ -135,3 +141,38 @@ def loud(model):
                 if leaf in {"q_proj", "k_proj", "q_b_proj", "query_key_value", "c_attn", "qkv_proj"}:
                     size *= 3
                 parameter.normal_(0, size)
+
+
+def exact(model):
+    """The same model in float64; with `wide_softmax` its eager attention is so throughout."""
+    return copy.deepcopy(model).double()
+
+
+@contextlib.contextmanager
+def wide_softmax():
+    """Let eager attention keep to float64, where models ask its softmax for float32."""
+    plain = torch.nn.functional.softmax
+
+    def softmax(scores, dim=None, dtype=None, **more):
+        return plain(scores, dim=dim, dtype=None if scores.dtype == torch.float64 else dtype, **more)
+
+    torch.nn.functional.softmax = softmax
+    try:
+        yield
+    finally:
+        torch.nn.functional.softmax = plain
+
+
+def assert_in_budget(ours, eager, exact):
+    """Errors relative to each tensor's largest number; the largest of them count, as one may be small by luck."""
+    errors = []
+    for got in (ours, eager):
+        assert [a.shape for a in got] == [a.shape for a in exact]
+        scales = [max(float(want.abs().max()), 1e-30) for want in exact]
+        errors.append(
+            max(
+                float((a.double() - b.double()).abs().max()) / c
+                for a, b, c in zip(got, exact, scales, strict=True)
+            )
+        )
+    assert errors[0] <= 2 * errors[1] + torch.finfo(torch.float32).eps

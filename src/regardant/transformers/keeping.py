@@ -376,6 +376,9 @@ class Layer:
             with torch.no_grad():
                 look = rt.look(q_BMnD, k_BMsD, k_BMsD[..., :1], **options, top=0)
                 a_BMnS = look.rows(np.arange(stop - first))
+                # Scores of one query are rounded otherwise in lse than in rows: that is a factor common to the row.
+                total_BMn = a_BMnS.sum(dim=-1) + look.sink_weight
+                a_BMnS /= torch.where(total_BMn == 0, 1, total_BMn)[..., None]
             a_BMNS[:, :, done : done + stop - first, begin : piece.stop] = a_BMnS
         return a_BMNS
 

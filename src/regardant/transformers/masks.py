@@ -379,7 +379,12 @@ def _padding(
     at_S = torch.arange(real_BS.shape[1], device=real_BS.device)
     run_BS = (at_S >= first_B[:, None]) & (at_S < (first_B + count_B)[:, None])
     if torch.equal(run_BS, real_BS):
-        return first_B, first_B + count_B, segments
+        stop_B = first_B + count_B
+        return (
+            first_B if bool(first_B.any()) else None,
+            stop_B if bool((stop_B < S).any()) else None,
+            segments,
+        )
     if missing:
         real_BS = torch.nn.functional.pad(real_BS, (0, missing))
     if segments is None:

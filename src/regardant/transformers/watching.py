@@ -12,8 +12,8 @@ grows linearly with the text: per token and layer, for each head watched
     4 (and 4 with `received`)           what the token's value writes at weight 1; what it gave in all
     D numbers of the model's type       its query, of which `keep_rows` may keep fewer
 
-and G·D numbers of the model's type for the keys: with SmolLM2 and top=8 4 kB in float32, which is 120 kB a token for
-its 30 layers, and 72 kB in bfloat16.
+and G·D numbers of the model's type for the keys: with SmolLM2 and top=8 3.8 kB in float32, which is 115 kB a token for
+its 30 layers, and 69 kB in bfloat16.
 
 A forward whose first token does not stand behind the last one seen begins anew (a new text, an unrelated batch), or
 goes on from where it stands (a cache that was cropped): what stood there is dropped. Refused: models that were loaded
