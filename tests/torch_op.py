@@ -9,7 +9,10 @@ import regardant.torch as rt
 from regardant.torch.memory import as_array, as_tensor
 
 # torch itself, when it first compiles or looks for forward-mode derivatives.
-JIT_IS_DEPRECATED = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+# What torch's own compiler warns of, depending on what else is installed.
+JIT_IS_DEPRECATED = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script:DeprecationWarning", "ignore:The distutils package:DeprecationWarning"
+)
 
 
 def to_torch(given):
