@@ -128,7 +128,7 @@ class Setting:
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--rounds", type=_positive, default=5, help="turns of each contender (default 5)")
+    made.add_argument("--rounds", type=positive, default=5, help="turns of each contender (default 5)")
     made.add_argument("--peers", type=_names, help=f"some of {','.join(peers.PEERS)}, or none (default all)")
     made.add_argument(
         "--cases", default="", metavar="SUBSTRING", help="only cases whose label has this in it"
@@ -137,7 +137,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     """A whole number of at least 1."""
     number = int(text)
     if number < 1:

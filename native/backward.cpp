@@ -665,13 +665,22 @@ class Chunk {
         for (int lane = 0; lane < L; ++lane) {
             const i64 row = (b_ * p_.H + g.head[lane]) * p_.T + g.query[lane];
             base[lane] = static_cast<const A*>(r_.lse)[row];
-            if (base[lane] == -infinity) base[lane] = 0;
+            if (base[lane] == -infinity) {    // a row of nothing, or of −∞ alone, has no weights to pass anything by
+                base[lane] = 0;
+                member.hides = true;
+            }
             delta[lane] = delta_[row];
             for (i64 i = 0; lane >= g.count && i < count; ++i) s_[i * L + lane] = -infinity;
         }
         const i64 at = member.low * panel_pitch + n * L;
         if (member.hides) weigh_rows<true>(count, base, delta, keep, weight_panel_ + at, ds_panel_ + at);
         else weigh_rows<false>(count, base, delta, keep, weight_panel_ + at, ds_panel_ + at);
+    }
+
+    // Whether a row gives a key any weight, be it 0.
+    bool takes_part(const Group<A, tile_vectors>& g, int lane, i64 key) const {
+        const i64 row = (b_ * p_.H + g.head[lane]) * p_.T + g.query[lane];
+        return static_cast<const A*>(r_.lse)[row] != -infinity && visible(p_, b_, g.head[lane], g.query[lane], key);
     }
 
     template <bool hides>
@@ -739,7 +748,7 @@ class Chunk {
                     const A value = static_cast<A>(widen(data[row + d * strides[3]]));
                     if (value * 0 == 0) continue;
                     for (int lane = 0; lane < g.count; ++lane) {
-                        if (!visible(p_, b_, g.head[lane], g.query[lane], start_ + j)) continue;
+                        if (!takes_part(g, lane, start_ + j)) continue;
                         o[d * L + lane] += scale * (ds_[(j - member.low) * L + lane] * value);
                     }
                 }
@@ -759,7 +768,7 @@ class Chunk {
                     const A value = static_cast<A>(widen(data[row + c * strides[3]]));
                     if (value * 0 == 0) continue;
                     for (i64 j = member.low; j < member.high; ++j) {
-                        if (!visible(p_, b_, g.head[lane], g.query[lane], start_ + j)) continue;
+                        if (!takes_part(g, lane, start_ + j)) continue;
                         sums[j * filled<A>(width) + c] += widen(panel[j * panel_pitch + n * L + lane]) * value;
                     }
                 }

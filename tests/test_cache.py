@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import regardant as rg
-from op import attention_errors_within_budget, tensors
+from op import TYPES, attention_errors_within_budget, tensors
 
 
 def test_steps_over_the_cache_equal_the_whole():
@@ -50,6 +50,16 @@ def test_it_holds_torch_tensors_as_well():
     keys, _ = cache.write(0, k.bfloat16(), v.bfloat16())
     assert keys.dtype == torch.bfloat16
     assert torch.equal(keys, k.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_it_holds_every_type_that_attention_takes(dtype):
+    _, k, v = tensors(4, dtype=dtype)
+    cache = rg.KVCache(1, 2, 2, 16, 8, like=k)
+    keys, values = cache.write(0, k, v)
+    assert keys.dtype == dtype
+    np.testing.assert_array_equal(keys, k)
+    np.testing.assert_array_equal(values, v)
 
 
 def test_what_does_not_fit_is_refused_and_nothing_changes():
@@ -100,7 +110,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
         (
             lambda _, k: rg.KVCache(1, 2, 2, 8, 8, like=k.astype(int)),
             TypeError,
-            "like must be an array of floating numbers",
+            "like must be an array of float64, float32, float16, bfloat16; got numpy.ndarray of int64",
         ),
     ],
 )

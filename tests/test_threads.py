@@ -14,6 +14,7 @@ from regardant import threads
 @pytest.fixture
 def unset(monkeypatch):
     monkeypatch.setattr(threads, "_chosen", None)
+    monkeypatch.setattr(threads, "_followed", None)  # torch's, once regardant.torch is there
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return monkeypatch
 

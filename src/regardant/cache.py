@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from regardant.problem import integer, kind
+from regardant.problem import FLOATS, integer, kind
 
 
 class KVCache:
@@ -47,8 +47,8 @@ class KVCache:
         }
         *shape, D, E = (integer("KVCache", name, size, low=low) for name, (size, low) in sizes.items())
         xp = _namespace(like)
-        if xp.isdtype(like.dtype, ("bool", "integral")):
-            raise TypeError(f"KVCache: like must be an array of floating numbers; got one of {like.dtype}")
+        if str(like.dtype).removeprefix("torch.") not in FLOATS:
+            raise TypeError(f"KVCache: like must be an array of {', '.join(FLOATS)}; got {_what(like)}")
         self.capacity = shape[-1]
         self.length = 0
         self._k_LBGSD = xp.zeros((*shape, D), dtype=like.dtype, device=like.device)

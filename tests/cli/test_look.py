@@ -10,7 +10,7 @@ import pytest
 
 from regardant.cli import look, main, terminal
 from regardant.lm.errors import UserError
-from regardant.lm.writing import replacing
+from regardant.writing import replacing
 
 
 @dataclasses.dataclass(frozen=True)

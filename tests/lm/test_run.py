@@ -8,10 +8,11 @@ import pytest
 import torch
 import transformers
 
+from regardant import runs
 from regardant.lm import config as configs
-from regardant.lm import run as runs
 from regardant.lm.errors import ContextError, UserError
 from regardant.lm.language_model import LanguageModel
+from regardant.lm.run import written_norms
 
 TEXT = "The trophy did not fit in the brown suitcase because it was too big."
 
@@ -169,9 +170,13 @@ def test_what_a_run_holds_grows_linearly(pair):
     def held(count):
         layers = ours.look(text_of(count), top=2).layers.values()
         arrays = [v for layer in layers for v in vars(layer).values() if isinstance(v, np.ndarray)]
-        inner = [a for layer in layers for a in vars(layer._look).values() if isinstance(a, np.ndarray)]
+        inner = [
+            a for layer in layers for a in vars(layer._rows.args[0]).values() if isinstance(a, np.ndarray)
+        ]
         problems = [
-            getattr(layer._look._problem, n) for layer in layers for n in ("q_BHTD", "k_BGSD", "v_BGSE")
+            getattr(layer._rows.args[0]._problem, n)
+            for layer in layers
+            for n in ("q_BHTD", "k_BGSD", "v_BGSE")
         ]
         return sum({a.__array_interface__["data"][0]: a.nbytes for a in arrays + inner + problems}.values())
 
@@ -185,7 +190,7 @@ def test_written_norms_are_the_lengths_of_what_is_written():
     rng = np.random.default_rng(0)
     v, wo = rng.standard_normal((2, 9, 4)), rng.standard_normal((6, 4, 20))
     want = [np.linalg.norm(v[h // 3] @ wo[h], axis=-1) for h in range(6)]
-    np.testing.assert_allclose(runs.written_norms(v, wo), want, rtol=1e-12)
+    np.testing.assert_allclose(written_norms(v, wo), want, rtol=1e-12)
 
 
 def test_a_page_is_written_whole_or_not_at_all(pair, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from regardant.lm.errors import UserError
+from regardant.errors import UserError
 from regardant.train import data, texts, vocabulary
 from train.corpus import text
 

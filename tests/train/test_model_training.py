@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from regardant.errors import UserError
 from regardant.lm import model
 from regardant.lm.config import Config
-from regardant.lm.errors import UserError
 from regardant.train import data, loop, optimiser, settings
 from regardant.train.parameters import Parameters
 from train.corpus import SMALL

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from regardant.lm.errors import UserError
+from regardant.errors import UserError
 from regardant.train import checkpoint, run
 from train.corpus import SMALL, command, flags, regardant, text, train
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from regardant.cli import terminal
-from regardant.lm.errors import UserError
+from regardant.errors import UserError
 
 
 def export(

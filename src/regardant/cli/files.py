@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from regardant.lm.errors import UserError
-from regardant.lm.writing import reason
+from regardant.writing import reason
 
 # Longer than any model's context by far; a device that never ends is not read for ever.
 LARGEST = 64 << 20

@@ -19,14 +19,14 @@ import typer
 
 from regardant.cli import files, terminal
 from regardant.lm.errors import UserError
-from regardant.lm.writing import check_writable
+from regardant.writing import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.table import Table
 
-    from regardant.lm.run import Run, Sources, Token
+    from regardant.runs import Run, Sources, Token
 
 # In SmolLM2, "another" draws more on the sheep than on any other word, the first token set aside.
 EXAMPLE_TEXT = "The dragon ate one sheep and asked for another"

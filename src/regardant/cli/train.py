@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regardant.cli import terminal
-from regardant.lm.errors import UserError
+from regardant.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

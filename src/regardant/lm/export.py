@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from regardant.errors import UserError
 from regardant.lm.checkpoint import read_config, read_json
-from regardant.lm.errors import UserError
 from regardant.lm.gguf_file import LAYER_NAMES, WHOLE_NAMES
 from regardant.lm.tokenizer import cut_name
-from regardant.lm.writing import reason, replacing
+from regardant.writing import reason, replacing
 
 if TYPE_CHECKING:
     from pathlib import Path

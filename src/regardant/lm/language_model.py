@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from regardant.lm.config import Config
-    from regardant.lm.run import Run
     from regardant.lm.tokenizer import Tokenizer
+    from regardant.runs import Run
 
 # An array of whichever library the weights came in.
 Array: TypeAlias = Any

@@ -13,12 +13,12 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import json
-import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regardant.lm.checkpoint import read_json
 from regardant.lm.errors import LoadError, UserError
+from regardant.names import readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -208,11 +208,11 @@ class Tokenizer:
         return _from_byte_letters(token) if self._byte_level else _from_sentencepiece(token)
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Name tokens readably: spaces stay, "⏎" is a line's end, "⇥" a tab, "⟨E2⟩" a byte that is no character.
-
-        Characters that do not show, or that turn text about, are written as "⟨U+202E⟩".
-        """
-        return [_readable(self.token_bytes(index)) or f"⟨{index}⟩" for index in ids]
+        """Name tokens readably (see `regardant.names`); one that stands for no bytes by its number, "⟨7⟩"."""
+        return [
+            readable(self.token_bytes(index).decode("utf-8", errors="surrogateescape")) or f"⟨{index}⟩"
+            for index in ids
+        ]
 
     # ------------------------------------------------------------------------------------------------- chat
 
@@ -553,23 +553,3 @@ def _from_sentencepiece(token: str) -> bytes:
     if len(token) == len("<0x00>") and token.startswith("<0x") and token.endswith(">"):
         return bytes.fromhex(token[3:5])
     return token.replace(_SPACE, " ").encode()
-
-
-_SHOWN_AS = {"\n": "⏎", "\r": "␍", "\t": "⇥"}
-
-# Unicode categories that do not show or that change how their neighbours do.
-_INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-
-
-def _readable(raw: bytes) -> str:
-    text = raw.decode("utf-8", errors="surrogateescape")
-    return "".join(map(_shown, text))
-
-
-def _shown(character: str) -> str:
-    point = ord(character)
-    if 0xDC80 <= point <= 0xDCFF:
-        return f"⟨{point - 0xDC00:02X}⟩"
-    if character in _SHOWN_AS:
-        return _SHOWN_AS[character]
-    return f"⟨U+{point:04X}⟩" if unicodedata.category(character) in _INVISIBLE else character

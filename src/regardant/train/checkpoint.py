@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from regardant.lm.errors import UserError
-from regardant.lm.writing import reason
+from regardant.errors import UserError
 from regardant.train.texts import fingerprint
+from regardant.writing import reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from regardant.lm.errors import UserError
+from regardant.errors import UserError
 from regardant.train import texts
 
 if TYPE_CHECKING:

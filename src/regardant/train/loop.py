@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from regardant.errors import UserError
 from regardant.lm import model
-from regardant.lm.errors import UserError
 from regardant.train import checkpoint, heads, report
 from regardant.train.data import IGNORED, Batch, Tokens
 from regardant.train.loss import cross_entropy

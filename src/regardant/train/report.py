@@ -12,9 +12,9 @@ import html
 import json
 from typing import TYPE_CHECKING, Any
 
-from regardant.lm.writing import replacing
 from regardant.page import plot
 from regardant.train.heads import MEASURES
+from regardant.writing import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

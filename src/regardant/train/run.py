@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from regardant.errors import UserError
 from regardant.lm.config import Config
-from regardant.lm.errors import UserError
 from regardant.lm.fetch import try_lock
-from regardant.lm.writing import reason
 from regardant.train import checkpoint, data, settings, texts, vocabulary
 from regardant.train.optimiser import adamw
 from regardant.train.parameters import Parameters
+from regardant.writing import reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

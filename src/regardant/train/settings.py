@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from regardant.lm.errors import UserError
+from regardant.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

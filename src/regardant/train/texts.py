@@ -15,8 +15,8 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regardant.lm.errors import UserError
-from regardant.lm.writing import reason
+from regardant.errors import UserError
+from regardant.writing import reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

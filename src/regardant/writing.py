@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from regardant.lm.errors import UserError
+from regardant.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
