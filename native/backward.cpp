@@ -133,14 +133,6 @@ class Plan {
     i64* turns_;
 };
 
-// Rows [from, to) of one head as contiguous rows of A, `pitch` apart, filled up with zeros.
-template <class A>
-void copy_rows(const Problem& p, const Array4& array, i64 b, i64 h, i64 from, i64 to, i64 width, A* rows, i64 pitch) {
-    const i64* strides = array.strides;
-    const char* start = array.data + (b * strides[0] + h * strides[1] + from * strides[2]) * size_of(p.type);
-    widen_rows<A>(p.type, start, strides[2], strides[3], to - from, width, rows, pitch);
-}
-
 // L rows, `pitch` apart, as columns: (pitch, L).
 template <class A>
 void columns_of(const A* rows, i64 pitch, A* columns) {
@@ -183,13 +175,47 @@ void put_columns(const A* columns, int count, i64 width, A* rows) {
     }
 }
 
-// Makes Inf and NaN in L rows 0. Whether there were any.
+// Rows of Q or dO of one block of queries, without gaps, filled up with zeros to whole vectors and whole groups: where
+// they lie, if they lie so, else a copy.
 template <class A>
-bool keep_finite(A* rows, i64 pitch) {
-    if (finite(rows, pitch, lanes<A>, pitch)) return false;
-    for (i64 i = 0; i < lanes<A> * pitch; ++i) rows[i] = rows[i] * 0 == 0 ? rows[i] : 0;
-    return true;
-}
+class Query_rows {
+  public:
+    static constexpr int L = lanes<A>;
+
+    Query_rows(i64 pitch, i64 width, A* copies) : pitch_(pitch), width_(width), copies_(copies) {}
+
+    // Queries [from, to) of one head from now on.
+    void take(const Problem& p, const Array4& array, i64 b, i64 h, i64 from, i64 to) {
+        const i64* strides = array.strides;
+        const char* start = array.data + (b * strides[0] + h * strides[1] + from * strides[2]) * size_of(p.type);
+        const bool as_it_lies = size_of(p.type) == sizeof(A) && strides[3] == 1 && strides[2] == pitch_;
+        count_ = to - from;
+        rows_ = copies_;
+        if (as_it_lies && width_ == pitch_ && count_ % L == 0) {
+            rows_ = reinterpret_cast<const A*>(start);
+            return;
+        }
+        widen_rows<A>(p.type, start, strides[2], strides[3], count_, width_, copies_, pitch_);
+        for (i64 i = count_ * pitch_; i < (count_ + L - 1) / L * L * pitch_; ++i) copies_[i] = 0;
+    }
+
+    const A* rows(i64 first) const { return rows_ + first * pitch_; }
+
+    // Makes Inf and NaN in L rows 0. Whether there were any.
+    bool tame(i64 first) {
+        if (finite(rows(first), pitch_, L, pitch_)) return false;
+        if (rows_ != copies_) std::memcpy(copies_, rows_, static_cast<std::size_t>(count_ * pitch_) * sizeof(A));
+        rows_ = copies_;
+        A* const some = copies_ + first * pitch_;
+        for (i64 i = 0; i < L * pitch_; ++i) some[i] = some[i] * 0 == 0 ? some[i] : 0;
+        return true;
+    }
+
+  private:
+    i64 pitch_, width_, count_ = 0;
+    A* copies_;
+    const A* rows_ = nullptr;
+};
 
 // Panels of weights, and of dS, hold a row for each key and a column for each query of a block. Rows do not begin at
 // equal places in their pages: a column of register tiles would not fit into the cache together.
@@ -246,8 +272,8 @@ class WideFive {
           k_copies_(Rows_of<A>::in_place(p, p.k, p.D) ? nullptr : scratch.take<A>(key_block * p.D)),
           k_finite_(scratch.take<A>(key_block * p.D)),
           v_copies_(Rows_of<A>::in_place(p, p.v, p.E) ? nullptr : scratch.take<A>(key_block * p.E)),
-          q_(scratch.take<A>(D_ * L)), do_(scratch.take<A>(E_ * L)), q_rows_(scratch.take<A>(query_block * D_)),
-          do_rows_(scratch.take<A>(query_block * E_)) {}
+          q_columns_(scratch.take<A>(D_ * L)), do_columns_(scratch.take<A>(E_ * L)),
+          q_(D_, p.D, scratch.take<A>(query_block * D_)), do_(E_, p.E, scratch.take<A>(query_block * E_)) {}
 
     // Keys and values [from, from + count) of one head from now on.
     void begin(i64 b, i64 g, i64 from, i64 count) {
@@ -261,32 +287,30 @@ class WideFive {
 
     // Queries [from, to) of one head from now on. What lanes stand for no query is 0.
     void take(i64 b, i64 h, i64 from, i64 to) {
-        copy_rows(p_, p_.q, b, h, from, to, p_.D, q_rows_, D_);
-        copy_rows(p_, r_.dout, b, h, from, to, p_.E, do_rows_, E_);
-        const i64 count = to - from, end = (count + L - 1) / L * L;
-        for (i64 i = count * D_; i < end * D_; ++i) q_rows_[i] = 0;
-        for (i64 i = count * E_; i < end * E_; ++i) do_rows_[i] = 0;
+        q_.take(p_, p_.q, b, h, from, to);
+        do_.take(p_, r_.dout, b, h, from, to);
     }
 
     // Group n of them from now on.
     void turn_to(i64 n) {
-        columns_of(q_rows_ + n * L * D_, D_, q_);
-        columns_of(do_rows_ + n * L * E_, E_, do_);
+        columns_of(q_.rows(n * L), D_, q_columns_);
+        columns_of(do_.rows(n * L), E_, do_columns_);
     }
 
     // For keys [j, j + n) of the chunk and the group in turn, (n, L): scaled dot products, and dP.
     void score(i64 j, i64 n, A* s) const {
-        scores<Plainly<A>>(k_ + j * k_row_, k_row_ * item, n, q_, p_.D, static_cast<A>(p_.scale), s);
+        scores<Plainly<A>>(k_ + j * k_row_, k_row_ * item, n, q_columns_, p_.D, static_cast<A>(p_.scale), s);
     }
     void rise(i64 j, i64 n, A* dp) const {
-        scores<Plainly<A>>(v_ + j * v_row_, v_row_ * item, n, do_, p_.E, 1, dp);
+        scores<Plainly<A>>(v_ + j * v_row_, v_row_ * item, n, do_columns_, p_.E, 1, dp);
     }
 
     static void put(Vec<A> weights, Weight* to) { store<A>(to, weights); }
     void settle(i64) {}                      // rows are read as they are
 
-    // The group's part of dQ from keys [j, j + n), (D, L). Where something is hidden, only what is finite is taken in.
-    void lead(i64 j, i64 n, const A* ds, bool hides, A* o) {
+    // The group's part of dQ from keys [j, j + n), (D, L), by dS, (n, L), and the same in the panel. Where something is
+    // hidden, only what is finite is taken in.
+    void lead(i64 j, i64 n, const A* ds, const Weight*, bool hides, A* o) {
         const bool strays = leaves_out(hides);
         const i64 row = strays ? p_.D : k_row_;
         const A* const k = (strays ? k_finite_ : k_) + j * row;
@@ -298,26 +322,27 @@ class WideFive {
     bool leaves_out(bool hides) const { return hides && !all_finite_; }
 
     // Leaves what is not finite in rows of Q, or of dO, of group n out of the products. Whether there is any.
-    bool tame_q(i64 n) { return keep_finite(q_rows_ + n * L * D_, D_); }
-    bool tame_do(i64 n) { return keep_finite(do_rows_ + n * L * E_, E_); }
+    bool tame_q(i64 n) { return q_.tame(n * L); }
+    bool tame_do(i64 n) { return do_.tame(n * L); }
 
     // What M keys gather from `count` queries, from the `first` on: sums (M, filled width) of dV, and of dK.
     template <int M>
     void gather_v(const Weight* weights, i64 first, i64 count, A* sums) const {
         add_vectors<Plainly<A>, M>(E_ / W, reinterpret_cast<const char*>(weights + first), panel_pitch * item,
-                                   do_rows_ + first * E_, E_, count, sums);
+                                   do_.rows(first), E_, count, sums);
     }
     template <int M>
     void gather_k(const Weight* ds, i64 first, i64 count, A* sums) const {
         add_vectors<Plainly<A>, M>(D_ / W, reinterpret_cast<const char*>(ds + first), panel_pitch * item,
-                                   q_rows_ + first * D_, D_, count, sums);
+                                   q_.rows(first), D_, count, sums);
     }
 
   private:
     const Problem& p_;
     const Gradients& r_;
     i64 D_, E_;                              // widths of rows, filled up
-    A *k_copies_, *k_finite_, *v_copies_, *q_, *do_, *q_rows_, *do_rows_;
+    A *k_copies_, *k_finite_, *v_copies_, *q_columns_, *do_columns_;
+    Query_rows<A> q_, do_;
     i64 k_row_ = 0, v_row_ = 0;
     const A *k_ = nullptr, *v_ = nullptr;
     bool all_finite_ = true;
@@ -345,8 +370,8 @@ class PairedFive {
         : p_(p), r_(r), D_(filled<A>(p.D)), E_(filled<A>(p.E)), k_copies_(scratch.take<Brain>(key_block * even(p.D))),
           v_copies_(scratch.take<Brain>(key_block * even(p.E))), k_pairs_(scratch.take<Pair>(key_block / 2 * p.D)),
           ds_pairs_(scratch.take<Pair>((key_block / 2 + 1) * L)), wide_(scratch.take<A>(larger_of(D_, E_) * L)),
-          q_(scratch.take<Pair>(D_ / 2 * L)), do_(scratch.take<Pair>(E_ / 2 * L)), q_rows_(scratch.take<A>(query_block * D_)),
-          do_rows_(scratch.take<A>(query_block * E_)), q_pairs_(scratch.take<Pair>(query_block / 2 * D_)),
+          q_columns_(scratch.take<Pair>(D_ / 2 * L)), do_columns_(scratch.take<Pair>(E_ / 2 * L)),
+          q_(D_, p.D, scratch.take<A>(query_block * D_)), do_(E_, p.E, scratch.take<A>(query_block * E_)), q_pairs_(scratch.take<Pair>(query_block / 2 * D_)),
           do_pairs_(scratch.take<Pair>(query_block / 2 * E_)) {}
 
     void begin(i64 b, i64 g, i64 from, i64 count) {
@@ -365,34 +390,40 @@ class PairedFive {
     }
 
     void take(i64 b, i64 h, i64 from, i64 to) {
-        copy_rows(p_, p_.q, b, h, from, to, p_.D, q_rows_, D_);
-        copy_rows(p_, r_.dout, b, h, from, to, p_.E, do_rows_, E_);
-        const i64 count = to - from, end = (count + L - 1) / L * L;
-        for (i64 i = count * D_; i < end * D_; ++i) q_rows_[i] = 0;
-        for (i64 i = count * E_; i < end * E_; ++i) do_rows_[i] = 0;
+        q_.take(p_, p_.q, b, h, from, to);
+        do_.take(p_, r_.dout, b, h, from, to);
     }
 
     void turn_to(i64 n) {
-        columns_of(q_rows_ + n * L * D_, D_, wide_);
-        pair_rows(wide_, L, D_, q_);
-        columns_of(do_rows_ + n * L * E_, E_, wide_);
-        pair_rows(wide_, L, E_, do_);
+        columns_of(q_.rows(n * L), D_, wide_);
+        pair_rows(wide_, L, D_, q_columns_);
+        columns_of(do_.rows(n * L), E_, wide_);
+        pair_rows(wide_, L, E_, do_columns_);
     }
 
     void score(i64 j, i64 n, A* s) const {
-        scores<InPairs>(k_ + j * k_row_, k_row_ * 2, n, q_, even(p_.D) / 2, static_cast<A>(p_.scale), s);
+        scores<InPairs>(k_ + j * k_row_, k_row_ * 2, n, q_columns_, even(p_.D) / 2, static_cast<A>(p_.scale), s);
     }
-    void rise(i64 j, i64 n, A* dp) const { scores<InPairs>(v_ + j * v_row_, v_row_ * 2, n, do_, even(p_.E) / 2, 1, dp); }
+    void rise(i64 j, i64 n, A* dp) const { scores<InPairs>(v_ + j * v_row_, v_row_ * 2, n, do_columns_, even(p_.E) / 2, 1, dp); }
 
-    static void put(Vec<A> weights, Weight* to) { store_narrow(to, weights); }
+    static void put(Vec<A> weights, Weight* to) {
+#if defined(__AVX512BF16__)
+        // What is less than 2^−126 may become 0 here.
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)weights));
+#else
+        store_narrow(to, weights);
+#endif
+    }
 
     // Pairs of keys begin at the chunk's first.
-    void lead(i64 j, i64 n, const A* ds, bool, A* o) {
+    void lead(i64 j, i64 n, const A*, const Weight* ds, bool, A* o) {
         const i64 before = j % 2, pairs = (before + n + 1) / 2;
-        const auto row = [&](i64 i, int at) { return i >= 0 && i < n ? load(ds + i * L + at) : Vec<A>{}; };
+        const auto row = [&](i64 i, int at) {
+            return i >= 0 && i < n ? (Pairs)load_wide(ds + i * panel_pitch + at) : Pairs{};
+        };
         for (i64 i = 0; i < pairs; ++i) {
             for (int at = 0; at < L; at += W) {
-                const Pairs both = round_pairs_or_nan(row(2 * i - before, at), row(2 * i + 1 - before, at));
+                const Pairs both = row(2 * i - before, at) >> 16 | row(2 * i + 1 - before, at);
                 std::memcpy(ds_pairs_ + i * L + at, &both, sizeof both);
             }
         }
@@ -404,13 +435,13 @@ class PairedFive {
     }
     bool leaves_out(bool) const { return !all_finite_; }
 
-    bool tame_q(i64 n) { return keep_finite(q_rows_ + n * L * D_, D_); }
-    bool tame_do(i64 n) { return keep_finite(do_rows_ + n * L * E_, E_); }
+    bool tame_q(i64 n) { return q_.tame(n * L); }
+    bool tame_do(i64 n) { return do_.tame(n * L); }
 
     // Rows of group n are laid beside each other.
     void settle(i64 n) {
-        pair_rows(q_rows_ + n * L * D_, D_, L, q_pairs_ + n * L / 2 * D_);
-        pair_rows(do_rows_ + n * L * E_, E_, L, do_pairs_ + n * L / 2 * E_);
+        pair_rows(q_.rows(n * L), D_, L, q_pairs_ + n * L / 2 * D_);
+        pair_rows(do_.rows(n * L), E_, L, do_pairs_ + n * L / 2 * E_);
     }
 
     template <int M>
@@ -458,8 +489,8 @@ class PairedFive {
     Brain *k_copies_, *v_copies_;
     Pair *k_pairs_, *ds_pairs_;
     A* wide_;
-    Pair *q_, *do_;
-    A *q_rows_, *do_rows_;
+    Pair *q_columns_, *do_columns_;
+    Query_rows<A> q_, do_;
     Pair *q_pairs_, *do_pairs_;
     i64 k_row_ = 0, v_row_ = 0;
     const Brain *k_ = nullptr, *v_ = nullptr;
@@ -576,15 +607,14 @@ class Chunk {
     void add(i64 h, i64 block) {
         const int count = meet(h, block, true, [&](int n) { lead(n); });
         const i64 from = block * query_block, queries = smaller_of(query_block, p_.T - from);
+        // One after the other: rows of dO, or of Q, are to stay in the first cache while all keys pass by.
         tiles(keys_, [&]<int M>(i64 j) {
-            // The groups that see any of these keys; what others lie between them has zeros there.
-            int begin = 0, end = count;
-            while (begin < end && !meets(members_[begin], j, M)) ++begin;
-            while (begin < end && !meets(members_[end - 1], j, M)) --end;
-            const i64 first = begin * L, some = smaller_of(end * L, queries) - first;
-            if (some <= 0) return;
-            five_.template gather_v<M>(weight_panel_ + j * panel_pitch, first, some, dv_ + j * filled<A>(p_.E));
-            five_.template gather_k<M>(ds_panel_ + j * panel_pitch, first, some, dk_ + j * filled<A>(p_.D));
+            const Range some = seeing(count, j, M, queries);
+            five_.template gather_v<M>(weight_panel_ + j * panel_pitch, some.first, some.count, dv_ + j * filled<A>(p_.E));
+        });
+        tiles(keys_, [&]<int M>(i64 j) {
+            const Range some = seeing(count, j, M, queries);
+            five_.template gather_k<M>(ds_panel_ + j * panel_pitch, some.first, some.count, dk_ + j * filled<A>(p_.D));
         });
         for (int n = 0; n < count; ++n) {
             if (members_[n].stray_q) add_strays(n, p_.q, p_.D, ds_panel_, dk_);
@@ -605,7 +635,18 @@ class Chunk {
         plan_.pass(b_, h, block, chunk_);
     }
 
-    static bool meets(const Member<A>& member, i64 j, i64 n) { return member.high > j && member.low < j + n; }
+    struct Range {
+        i64 first, count;
+    };
+
+    // The queries of the groups that see any of keys [j, j + n); what other groups lie between them has zeros there.
+    Range seeing(int count, i64 j, i64 n, i64 queries) const {
+        const auto sees = [=](const Member<A>& member) { return member.high > j && member.low < j + n; };
+        int begin = 0, end = count;
+        while (begin < end && !sees(members_[begin])) ++begin;
+        while (begin < end && !sees(members_[end - 1])) --end;
+        return {begin * L, begin < end ? smaller_of(end * L, queries) - begin * L : 0};
+    }
 
     // Weights and dS of one block of queries of head h, group by group, each of which is then used. Kept in the panels,
     // if so wanted. Returns how many groups there are.
@@ -673,8 +714,13 @@ class Chunk {
             for (i64 i = 0; lane >= g.count && i < count; ++i) s_[i * L + lane] = -infinity;
         }
         const i64 at = member.low * panel_pitch + n * L;
-        if (member.hides) weigh_rows<true>(count, base, delta, keep, weight_panel_ + at, ds_panel_ + at);
-        else weigh_rows<false>(count, base, delta, keep, weight_panel_ + at, ds_panel_ + at);
+        const auto rows = [&]<bool hides>() {
+            if (!keep) weigh_rows<hides, false, false>(count, base, delta, nullptr, nullptr);
+            else if (p_.softcap == 0) weigh_rows<hides, true, false>(count, base, delta, weight_panel_ + at, ds_panel_ + at);
+            else weigh_rows<hides, true, true>(count, base, delta, weight_panel_ + at, ds_panel_ + at);
+        };
+        if (member.hides) rows.template operator()<true>();
+        else rows.template operator()<false>();
     }
 
     // Whether a row gives a key any weight, be it 0.
@@ -683,29 +729,31 @@ class Chunk {
         return static_cast<const A*>(r_.lse)[row] != -infinity && visible(p_, b_, g.head[lane], g.query[lane], key);
     }
 
-    template <bool hides>
-    void weigh_rows(i64 n, const A* base, const A* delta, bool keep, Weight* weights, Weight* slopes) const {
+    template <bool hides, bool keep, bool capped>
+    void weigh_rows(i64 n, const A* base, const A* delta, Weight* weights, Weight* slopes) const {
         V base_v[tile_vectors], delta_v[tile_vectors];
         for (int v = 0; v < tile_vectors; ++v) {
             base_v[v] = load(base + v * W);
             delta_v[v] = load(delta + v * W);
         }
-        const bool capped = keep && p_.softcap != 0;
+        const A* const s = s_;
+        A* const dp = ds_;
         for (i64 i = 0; i < n; ++i) {
 #pragma GCC unroll 4
             for (int v = 0; v < tile_vectors; ++v) {
                 const i64 at = i * L + v * W;
-                const V score = load(s_ + at);
-                V weight = exp_negative(score - base_v[v]), ds = weight * (load(ds_ + at) - delta_v[v]);
-                if (capped) ds *= load(slope_ + at);
+                const V score = load(s + at);
+                V weight = exp_negative(score - base_v[v]), ds = weight * (load(dp + at) - delta_v[v]);
+                if constexpr (capped) ds *= load(slope_ + at);
                 if constexpr (hides) {       // e^(−∞ − NaN) would be NaN, and so would 0 · NaN
                     weight = score == -infinity ? V{} : weight;
                     ds = score == -infinity ? V{} : ds;
                 }
-                store<A>(ds_ + at, ds);
-                if (!keep) continue;
-                Five::put(weight, weights + i * panel_pitch + v * W);
-                Five::put(ds, slopes + i * panel_pitch + v * W);
+                store<A>(dp + at, ds);
+                if constexpr (keep) {
+                    Five::put(weight, weights + i * panel_pitch + v * W);
+                    Five::put(ds, slopes + i * panel_pitch + v * W);
+                }
             }
         }
     }
@@ -726,7 +774,8 @@ class Chunk {
         A* const o = o_ + n * L * p_.D;
         member.stray_q = member.stray_do = false;
         if (member.low < member.high) {
-            five_.lead(member.low, member.high - member.low, ds_, member.hides, o);
+            const Weight* const panel = ds_panel_ + member.low * panel_pitch + n * L;
+            five_.lead(member.low, member.high - member.low, ds_, panel, member.hides, o);
             if (five_.leaves_out(member.hides)) add_stray_keys(member, o);
         } else {
             for (i64 i = 0; i < L * p_.D; ++i) o[i] = 0;

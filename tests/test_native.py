@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -77,6 +78,30 @@ def test_the_same_bits_for_any_thread_count(impl, T, S, dtype, threads):
         for field in FIELDS:
             np.testing.assert_array_equal(getattr(look, field), getattr(looks[0], field), err_msg=field)
         np.testing.assert_array_equal(look.rows([0, T - 1]), looks[0].rows([0, T - 1]))
+
+
+@pytest.mark.parametrize("impl", NATIVE)
+@pytest.mark.parametrize(("H", "G", "T", "S"), [(1, 1, 1500, 1500), (6, 2, 300, 700), (2, 1, 3, 2000)])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_the_same_gradients_for_any_thread_count(impl, H, G, T, S, dtype, threads):
+    # More chunks of keys than threads, and fewer; chunks of one head add to the same gradients of queries.
+    q, k, v = tensors(1, 2, H, G, T, S, 64, 64, dtype)
+    ids = np.sort(np.random.default_rng(2).integers(0, 4, (2, T + S)), axis=-1)
+    options = {
+        "segments": (ids[:, :T], ids[:, -S:]),
+        "sinks": np.zeros(H),
+        "bias": np.zeros((1, H, 1, S), np.float32),
+    }
+    out, lse = rg.attention(q, k, v, return_lse=True, **options)
+    results = []
+    for count in (1, 2, 3, 8, 8):
+        threads(count)
+        results.append(
+            rg.attention_backward(q, k, v, out, lse, out, bias_gradient=True, impl=impl, **options)
+        )
+    for result in results[1:]:
+        for name, got, expected in zip(result._fields, result, results[0], strict=True):
+            np.testing.assert_array_equal(got, expected, err_msg=name)
 
 
 def test_many_python_threads_at_once(threads):
@@ -155,6 +180,56 @@ def test_every_number_of_a_result_is_written(impl, B, H, T, S, monkeypatch):
     again = rg.look(q, k, v, impl=impl, received=True, pooled=(3, 4), **options)
     for field in FIELDS:
         np.testing.assert_array_equal(getattr(again, field), getattr(clean, field), err_msg=field)
+
+
+@pytest.mark.parametrize("impl", NATIVE)
+@pytest.mark.parametrize(
+    ("B", "H", "T", "S"), [(2, 4, 70, 90), (1, 2, 300, 500), (1, 2, 5, 0), (1, 2, 40, 0)]
+)
+def test_every_number_of_a_gradient_is_written(impl, B, H, T, S, monkeypatch):
+    q, k, v = tensors(3, B, H, 2, T, S, 8, 24)
+    options = {"lengths": np.full(B, S // 2), "sinks": np.ones(H), "bias": np.zeros((1, H, 1, S), np.float32)}
+    out, lse = rg.attention(q, k, v, return_lse=True, **options)
+
+    def back():
+        return rg.attention_backward(q, k, v, out, lse, out, bias_gradient=True, impl=impl, **options)
+
+    clean = back()
+    empty = np.empty
+
+    def poisoned(*shape, **kind):
+        array = empty(*shape, **kind)
+        array.fill(77)
+        return array
+
+    monkeypatch.setattr(native.np, "empty", poisoned)
+    for name, got, expected in zip(clean._fields, back(), clean, strict=True):
+        np.testing.assert_array_equal(got, expected, err_msg=name)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="this system does not tell a process's memory"
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_going_back_holds_no_matrix(dtype):
+    # 20,000 tokens: the matrix would take 1.6 GB, and part of it for each of some hundred chunks of keys is not held
+    # either.
+    code = f"""
+import ml_dtypes, numpy as np, regardant as rg
+from pathlib import Path
+x = np.ones((20000, 16), np.float32).astype("{dtype}")
+out, lse = rg.attention(x, x, x, return_lse=True)
+def told(what):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what))
+Path("/proc/self/clear_refs").write_text("5")
+before = told("VmRSS")
+rg.attention_backward(x, x, x, out, lse, x)
+print(told("VmHWM") - before)
+"""
+    done = run(code)
+    assert not done.stderr
+    assert int(done.stdout) < 20_000  # kilobytes, of which the results are at most 3,840
 
 
 @pytest.mark.parametrize("impl", NATIVE)
