@@ -8,8 +8,8 @@
 # Moby-Dick, and the addresses on the State of the Union to 2021.
 #
 # What is fixed: the texts' hashes, the tokenizer (4,096 tokens, made from what is not set aside), seed 1, all flags.
-# A share of 0.02 of the rows holds random tokens, said again and again, instead of text: natural text alone forms
-# induction heads too, but later than these steps.
+# A share of 0.02 of the rows holds random tokens, said again and again, instead of text, so that heads learn to look
+# for what followed last time. Whether these texts alone would have formed such heads in these steps was not tried.
 set -euo pipefail
 work=${1:?usage: recipes/tiny.sh WORK}
 mkdir -p "$work/packages"

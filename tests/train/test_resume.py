@@ -139,7 +139,6 @@ def test_what_changed_is_refused_by_name(tmp_path, small_text):
     for name, match in (
         ("tokenizer.json", "is not the tokenizer that"),
         ("config.json", "config.json is not that of"),
-        ("data/train.ids.bin", "was changed since it was written"),
         (
             "checkpoints/step-00000006/model.safetensors",
             "is damaged, model.safetensors is not what was written",
@@ -150,6 +149,15 @@ def test_what_changed_is_refused_by_name(tmp_path, small_text):
         (folder / name).write_bytes(before.replace(b"1", b"2") + b" ")
         refused(match, named=())
         (folder / name).write_bytes(before)
+    tokens = folder / "data" / "train.ids.bin"
+    before = tokens.read_bytes()
+    for changed, match in (
+        (before[:-1] + bytes([before[-1] ^ 1]), "was changed since it was written"),
+        (before + b" ", f"has {len(before) + 1:,} bytes, not {len(before):,}"),
+    ):
+        tokens.write_bytes(changed)
+        refused(f"train.ids.bin: {match}", named=())
+    tokens.write_bytes(before)
     moved = _written(tmp_path / "moved.txt", story.read_text())
     train(folder, [moved], {**stopped, "keep": 3}, resume=True)  # the same text, and what may differ
     story.write_text(story.read_text().replace("king", "ring"))
@@ -157,6 +165,29 @@ def test_what_changed_is_refused_by_name(tmp_path, small_text):
     refused("story.txt: was changed since", named=())
     story.unlink()
     train(folder, [], resume=True)  # the token file is what counts, and it is as it was
+
+
+def test_steps_may_be_others_as_long_as_no_learning_rate_was(tmp_path, small_text):
+    flat = {**SMALL, "schedule": "trapezoid", "warmup": 2, "steps": 10}
+    train(tmp_path / "run", [small_text], flat, stop=_after(3))
+    train(tmp_path / "run", [], {"steps": 20}, resume=True, stop=_after(3))
+    with pytest.raises(UserError, match="begun with --warmup 2; got 1"):
+        train(tmp_path / "run", [], {"steps": 20, "warmup": 1}, resume=True)
+    for few in (5, 6):  # too few, and a last side that would have begun with the last step made
+        with pytest.raises(UserError, match=f"begun with --steps 20; got {few}"):
+            train(tmp_path / "run", [], {"steps": few}, resume=True)
+    train(tmp_path / "run", [], {"steps": 12}, resume=True)
+    train(tmp_path / "whole", [small_text], {**flat, "steps": 12})
+    losses = [[r for r in numbers(tmp_path / name) if "loss" in r] for name in ("run", "whole")]
+    assert losses[0] == losses[1]
+    with pytest.raises(UserError, match="begun with --steps 12; got 13"):
+        train(tmp_path / "run", [], {"steps": 13}, resume=True)
+
+
+def _after(steps):
+    """Stop once so many steps were made."""
+    asked = iter(range(steps + 1))
+    return lambda: next(asked) == steps
 
 
 def _written(path, content):

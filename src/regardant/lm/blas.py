@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import threadpoolctl
-from array_api_compat import is_torch_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,9 +44,9 @@ def rows_of_one(matrices: list[Any]) -> Any:
 
     A product with the whole is one call, and one round of BLAS's threads, instead of several.
     """
-    if is_torch_array(matrices[0]):
+    if not isinstance(matrices[0], np.ndarray):
         return _rows_of_one_tensor(matrices)
-    whole = matrices[0].base if isinstance(matrices[0], np.ndarray) else None
+    whole = matrices[0].base
     if not isinstance(whole, np.ndarray) or whole.ndim != 2 or not whole.flags.c_contiguous:
         return None
     at = whole.__array_interface__["data"][0]
@@ -60,6 +59,10 @@ def rows_of_one(matrices: list[Any]) -> Any:
 
 
 def _rows_of_one_tensor(matrices: list[Any]) -> Any:
+    import torch
+
+    if torch.compiler.is_compiling():  # a traced tensor has no place in memory; to join them costs next to nothing
+        return torch.cat(matrices)
     whole, at = matrices[0]._base, 0  # noqa: SLF001 - what torch calls the tensor that one is a view of
     if whole is None or whole.ndim != 2:
         return None

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from array_api_compat import array_namespace as find_namespace
-from array_api_compat import device, is_numpy_array, is_torch_array
+from array_api_compat import device, is_torch_array
 
 from regardant.lm.blas import one_thread, rows_of_one
 from regardant.threads import each
@@ -101,7 +101,7 @@ def forward(
     else:
         turn = rotary_tables(positions_N, config.rope, config.head_width, embedding_VC)
     step = _Step((B, T), offset, starts_B, segments_BT, turn, cache, attend or _default_attend(embedding_VC))
-    ours = is_numpy_array(embedding_VC) and B * T > ROWS  # the threads are: see `by_rows`
+    ours = _is_numpy(embedding_VC) and B * T > ROWS  # the threads are: see `by_rows`
     with one_thread() if ours else contextlib.nullcontext():
         for layer in range(config.layers):
             only = last if layer == config.layers - 1 else None
@@ -170,7 +170,7 @@ def by_rows(compute: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[
     graph of gradients.
     """
     N = arrays[0].shape[0]
-    if N <= ROWS or not is_numpy_array(arrays[0]):
+    if N <= ROWS or not _is_numpy(arrays[0]):
         return compute(*arrays)
     firsts = range(0, N, ROWS)
     pieces: list[tuple[Array, ...]] = [()] * len(firsts)
@@ -275,7 +275,7 @@ def project_all(
 
 def side_by_side(y_NO: Array, widths: list[int]) -> list[Array]:
     """Views of so many columns each. torch's `split` has them joined in one go when gradients come back."""
-    if is_torch_array(y_NO):
+    if not _is_numpy(y_NO):
         return list(y_NO.split(widths, dim=1))
     return [
         y_NO[:, last - width : last] for width, last in zip(widths, itertools.accumulate(widths), strict=True)
@@ -291,6 +291,10 @@ def norm(x_NC: Array, weights: Weights, name: str, config: Config) -> Array:
 
 def rms_norm(x: Array, gain_C: Array, eps: float) -> Array:
     """Compute x / √(mean(x²) + eps) · gain over the last axis (Zhang & Sennrich 2019)."""
+    if not _is_numpy(x):  # the same, with a shorter way back for gradients
+        from regardant.lm import tensors
+
+        return tensors.rms_norm(x, gain_C, eps)
     xp = array_namespace(x)
     wide = _at_least_float32(x, xp)
     mean_square = xp.vecdot(wide, wide)[..., None] / x.shape[-1]
@@ -309,7 +313,7 @@ def layer_norm(x: Array, gain_C: Array, bias_C: Array, eps: float) -> Array:
 def silu(x: Array) -> Array:
     """Compute x · sigmoid(x) = x / (1 + e^(−x)) (Elfwing et al. 2017)."""
     xp = array_namespace(x)
-    if is_torch_array(x):  # one pass instead of five, and one backward
+    if not _is_numpy(x):  # one pass instead of five, and one backward
         return xp.nn.functional.silu(x)
     wide = _at_least_float32(x, xp)
     # e^88 is near the top of float32; beyond it the result is 0 to any precision.
@@ -331,7 +335,7 @@ def rotate(x_NHD: Array, cos_N1D: Array, sin_N1D: Array) -> Array:
     xp = array_namespace(x_NHD)
     wide = _at_least_float32(x_NHD, xp)
     half = x_NHD.shape[-1] // 2
-    if is_torch_array(x_NHD):  # the same, with a shorter way back for gradients; NumPy's is slow to begin
+    if not _is_numpy(x_NHD):  # the same, with a shorter way back for gradients; NumPy's is slow to begin
         other = xp.roll(wide, half, axis=-1)
     else:
         other = xp.concat([wide[..., half:], wide[..., :half]], axis=-1)
@@ -485,6 +489,11 @@ def array_namespace(x: Array) -> Any:
     if found is None:
         found = _namespaces[type(x)] = find_namespace(x)
     return found
+
+
+def _is_numpy(x: Array) -> bool:
+    """Whether an array is NumPy's; else it is torch's. A compiler can trace this, and not the question's usual form."""
+    return isinstance(x, np.ndarray)
 
 
 def _names(config: Config) -> _Names:

@@ -6,6 +6,7 @@ The speed and the memory are measured, by a few real steps on random tokens; not
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ import numpy as np
 
 from regardant.lm.config import Config
 from regardant.train import data, loop, settings
-from regardant.train.optimiser import adamw
+from regardant.train.optimiser import adamw, clip
 from regardant.train.parameters import Parameters
 
 if TYPE_CHECKING:
@@ -37,24 +38,29 @@ class Estimate:
 
 
 def estimate(chosen: Settings, vocab_size: int, seconds: float = 5.0) -> Estimate:
-    """Run micro-batches of random tokens for about so many seconds, two at least, and reckon from them."""
+    """Run micro-batches of random tokens for about so many seconds, two at least, and reckon from them.
+
+    The first does not count: it makes the optimiser's averages, and compiles, where that is asked for.
+    """
     config = Config.from_hugging_face(settings.hugging_face_config(chosen, vocab_size, 0, 0))
     parameters = Parameters(config, chosen.device)
     parameters.begin(chosen.seed, chosen.layers)
     optimiser = adamw(parameters, chosen)
     random = np.random.Generator(np.random.PCG64(chosen.seed))
     times: list[float] = []
-    began = time.monotonic()
+    began = math.inf
     while len(times) < 2 or time.monotonic() - began < seconds:
         ids_BT = random.integers(0, vocab_size, (chosen.batch, chosen.context + 1))
         batch = data.Batch(ids_BT[:, :-1], np.zeros_like(ids_BT[:, :-1]), ids_BT[:, 1:])
         since = time.monotonic()
         loss = loop.batch_loss(parameters.weights(loop.dtype_of(chosen)), config, chosen, batch)
         (loss / batch.counted).backward()
+        clip(parameters, chosen.clip)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         times.append(time.monotonic() - since)
-    speed = chosen.batch * chosen.context / min(times[1:])  # the first makes the optimiser's averages
+        began = min(began, time.monotonic())
+    speed = chosen.batch * chosen.context / min(times[1:])
     tokens = chosen.steps * chosen.tokens_a_step
     return Estimate(
         parameters=parameters.count,

@@ -55,16 +55,44 @@ def batch_loss(
         torch.from_numpy(array).to(chosen.device)
         for array in (batch.ids_BT, batch.segments_BT, batch.labels_BT)
     )
-    call: Any = (
-        {"call": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)}
-        if chosen.recompute and torch.is_grad_enabled()
-        else {}
-    )
     # Where every row is of one document there is nothing to hide, and nothing to be asked tile by tile.
     packed = bool((batch.segments_BT != batch.segments_BT[:, :1]).any())
-    hidden_BTC = model.forward(ids_BT, weights, config, segments_BT=segments_BT if packed else None, **call)
+    segments = segments_BT if packed else None
+    hidden_BTC = model.forward(ids_BT, weights, config, segments_BT=segments, call=_layer_by_layer(chosen))
     out_VC = weights["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
     return cross_entropy(hidden_BTC.reshape(-1, config.width), out_VC, labels_BT.reshape(-1), IGNORED)
+
+
+def _layer_by_layer(chosen: Settings) -> Callable[..., torch.Tensor]:
+    """How `forward` is to run its layers: as they are, compiled, or to be computed again on the way back."""
+    learning = torch.is_grad_enabled()
+    run = _run_compiled if chosen.compile and learning else _run
+    if chosen.recompute and learning:
+        return functools.partial(torch.utils.checkpoint.checkpoint, run, use_reentrant=False)
+    return run
+
+
+def _run(layer: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    return layer(*arguments)
+
+
+def _run_compiled(
+    layer: Callable[..., torch.Tensor],
+    x_NC: torch.Tensor,
+    number: int,
+    weights: Mapping[str, torch.Tensor],
+    *rest: Any,
+) -> torch.Tensor:
+    """Run every layer as if it were the first, so that one compilation serves all: here they differ in weights alone."""
+    own, first = f"model.layers.{number}.", "model.layers.0."
+    mine = {first + name[len(own) :]: tensor for name, tensor in weights.items() if name.startswith(own)}
+    return _compiled(layer)(x_NC, 0, mine, *rest)
+
+
+@functools.cache
+def _compiled(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    compiled: Callable[..., torch.Tensor] = torch.compile(layer, dynamic=False, fullgraph=True)
+    return compiled
 
 
 def dtype_of(chosen: Settings) -> torch.dtype:
@@ -83,22 +111,15 @@ def gradients(training: Training, step: int) -> tuple[float, float]:
     batches = [training.feed.batch(first + i * chosen.batch, chosen.batch) for i in range(chosen.accumulate)]
     count = max(1, sum(batch.counted for batch in batches))
     dtype = dtype_of(chosen)
-    compute = _compiled() if chosen.compile else batch_loss
     total = 0.0
     for batch in batches:
-        loss = compute(parameters.weights(dtype), training.config, chosen, batch) / count
+        loss = batch_loss(parameters.weights(dtype), training.config, chosen, batch) / count
         loss.backward()
         total += float(loss.detach())
     _require_finite(total, "loss", step + 1)
     length = clip(parameters, chosen.clip)
     _require_finite(length, "gradient's length", step + 1)
     return total, length
-
-
-@functools.cache
-def _compiled() -> Callable[..., torch.Tensor]:
-    compiled: Callable[..., torch.Tensor] = torch.compile(batch_loss, dynamic=False)
-    return compiled
 
 
 def _require_finite(number: float, what: str, step: int) -> None:

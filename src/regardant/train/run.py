@@ -9,7 +9,8 @@
     RUN/report.html         the same, drawn
 
 Refused, each with what is amiss: a folder that holds something else, a run that another process trains, a text, a
-tokenizer or a setting that is not what the run was begun with, weights of another shape.
+tokenizer or a setting that is not what the run was begun with, weights of another shape. The number of steps may be
+another, as long as no step that was made would have had another learning rate: in the warm-up, and on a trapezoid's top.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from regardant.errors import UserError
 from regardant.lm.config import Config
 from regardant.lm.fetch import try_lock
 from regardant.train import checkpoint, data, settings, texts, vocabulary
-from regardant.train.optimiser import adamw
+from regardant.train.optimiser import adamw, learning_rate
 from regardant.train.parameters import Parameters
 from regardant.writing import reason
 
@@ -329,7 +330,8 @@ def _go_on(
     given: Mapping[str, Any],
 ) -> Training:
     state = last.state
-    chosen = settings.restored(state["settings"], given, size, str(folder))
+    free = settings.FREE | ({"steps"} if _steps_may_change(state["settings"], given, last.step) else frozenset())
+    chosen = settings.restored(state["settings"], given, size, str(folder), free)
     facts = state["data"]
     _same_tokenizer(folder, state, tokenizer)
     _same_texts(folder, facts, named)
@@ -352,6 +354,15 @@ def _go_on(
                 f"{what} was {state[what]} and is {now}: the loss may differ in its last digits from here on"
             )
     return training
+
+
+def _steps_may_change(before: Mapping[str, Any], given: Mapping[str, Any], done: int) -> bool:
+    """Whether every step that was made would have had the same learning rate with the number of steps given now."""
+    was = settings.Settings(**before)
+    now = dataclasses.replace(was, steps=given.get("steps", was.steps))
+    return now.steps >= done and all(
+        learning_rate(step, was) == learning_rate(step, now) for step in range(done)
+    )
 
 
 def _same_tokenizer(folder: Path, state: dict[str, Any], given: Path | None) -> None:

@@ -177,8 +177,14 @@ def settings(size: str | None, given: Mapping[str, Any]) -> Settings:
     return Settings(**values)
 
 
-def restored(plain: Mapping[str, Any], given: Mapping[str, Any], size: str | None, run: str) -> Settings:
-    """The settings of a run that goes on, which what is given now must not contradict.
+def restored(
+    plain: Mapping[str, Any],
+    given: Mapping[str, Any],
+    size: str | None,
+    run: str,
+    free: frozenset[str] = FREE,
+) -> Settings:
+    """The settings of a run that goes on, which what is given now must not contradict, but for those that are `free`.
 
     Raises:
         UserError: it does; the sentence says what differs.
@@ -191,13 +197,13 @@ def restored(plain: Mapping[str, Any], given: Mapping[str, Any], size: str | Non
         whole = settings(size, given)
         now |= {name: getattr(whole, name) for name in SIZES[size]}
     for name, value in now.items():
-        if name not in FREE and getattr(before, name) != value:
+        if name not in free and getattr(before, name) != value:
             what = str(value) if name in given else f"--size {size}, which has {value}"
             raise UserError(
                 f"{run} was begun with --{name.replace('_', '-')} {getattr(before, name)}; got {what}: "
                 "leave it out to go on, or choose another folder"
             )
-    return dataclasses.replace(before, **{name: given[name] for name in FREE & given.keys()})
+    return dataclasses.replace(before, **{name: given[name] for name in free & given.keys()})
 
 
 def hugging_face_config(
