@@ -30,13 +30,13 @@ with open(log, "a") as file:
 dest = pathlib.Path(sys.argv[sys.argv.index("--dest") + 1])
 if mode == "offline":
     print("WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError'")
-    sys.exit("ERROR: No matching distribution found for tiny==1")
+    sys.exit("ERROR: No matching distribution found for pretend==1")
 if mode == "fail":
     sys.exit("WARNING: hm\\nERROR: first\\nERROR: Hash is not right")
 if mode == "silent":
     sys.exit(1)
 raw = pathlib.Path(wheel).read_bytes()
-part = pathlib.Path(os.environ["TMPDIR"]) / "pip-unpack-x" / "tiny.whl"
+part = pathlib.Path(os.environ["TMPDIR"]) / "pip-unpack-x" / "pretend.whl"
 part.parent.mkdir()
 with part.open("wb") as file:
     file.write(raw[: len(raw) // 2])
@@ -47,40 +47,40 @@ with part.open("wb") as file:
     time.sleep(0.3)
     file.write(raw[len(raw) // 2 :])
 dest.mkdir()
-shutil.move(part, dest / "tiny-1-py3-none-any.whl")
+shutil.move(part, dest / "pretend-1-py3-none-any.whl")
 if mode == "other":
-    (dest / "tiny-1-py3-none-any.whl").write_bytes(raw[:-1] + b"?")
+    (dest / "pretend-1-py3-none-any.whl").write_bytes(raw[:-1] + b"?")
 """
 
 IN_A_PROCESS = """
 import json, sys
 from regardant.lm import fetch
-fetch.NAMED["tiny"] = fetch.NamedModel(**json.loads(sys.argv[1]))
-print(fetch.named_model("tiny"))
+fetch.NAMED["pretend"] = fetch.NamedModel(**json.loads(sys.argv[1]))
+print(fetch.named_model("pretend"))
 """
 
 
 @pytest.fixture
-def tiny(tmp_path, monkeypatch):
+def pretend(tmp_path, monkeypatch):
     """A named model whose package lies here, and a fake pip that gives it."""
     content = b"model " * 100_000
     wheel = tmp_path / "source.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("tiny/model.gguf", content)
+        archive.writestr("pretend/model.gguf", content)
     (tmp_path / "modules" / "pip").mkdir(parents=True)
     (tmp_path / "modules" / "pip" / "__init__.py").touch()
     (tmp_path / "modules" / "pip" / "__main__.py").write_text(FAKE_PIP, encoding="utf-8")
     model = fetch.NamedModel(
-        name="tiny",
+        name="pretend",
         what="a test",
-        requirement="tiny==1",
+        requirement="pretend==1",
         wheel_bytes=wheel.stat().st_size,
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        member="tiny/model.gguf",
+        member="pretend/model.gguf",
         file_bytes=len(content),
         file_sha256=hashlib.sha256(content).hexdigest(),
     )
-    monkeypatch.setitem(fetch.NAMED, "tiny", model)
+    monkeypatch.setitem(fetch.NAMED, "pretend", model)
     for name, value in {
         "REGARDANT_CACHE": tmp_path / "cache",
         "PYTHONPATH": tmp_path / "modules",
@@ -102,8 +102,8 @@ def in_the_cache(tmp_path):
     return sorted(path.name for path in (tmp_path / "cache" / "models").iterdir() if path.suffix != ".lock")
 
 
-def start(tiny, **environment):
-    arguments = [sys.executable, "-c", IN_A_PROCESS, json.dumps(dataclasses.asdict(tiny))]
+def start(pretend, **environment):
+    arguments = [sys.executable, "-c", IN_A_PROCESS, json.dumps(dataclasses.asdict(pretend))]
     return subprocess.Popen(
         arguments,
         env={**os.environ, **environment},
@@ -125,20 +125,20 @@ def wait_for(path, process):
 # ------------------------------------------------------------------------------------------------ as it should be
 
 
-def test_a_model_is_fetched_once_and_nothing_else_stays(tiny, tmp_path):
+def test_a_model_is_fetched_once_and_nothing_else_stays(pretend, tmp_path):
     seen = []
-    path = fetch.named_model("tiny", lambda *step: seen.append(step))
+    path = fetch.named_model("pretend", lambda *step: seen.append(step))
     assert path == tmp_path / "cache" / "models" / "model.gguf"
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == tiny.file_sha256
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == pretend.file_sha256
     assert in_the_cache(tmp_path) == ["model.gguf", "model.gguf.checked"]
-    assert fetch.named_model("tiny") == path
+    assert fetch.named_model("pretend") == path
     (run,) = runs(tmp_path)
     assert run.startswith("download --no-deps --no-cache-dir")
-    assert run.endswith("tiny==1")
-    fetching = [step for step in seen if step[2] == "fetching tiny"]
-    assert fetching[0][1] == tiny.wheel_bytes
+    assert run.endswith("pretend==1")
+    fetching = [step for step in seen if step[2] == "fetching pretend"]
+    assert fetching[0][1] == pretend.wheel_bytes
     assert any(0 < done < total for done, total, _ in fetching)
-    assert seen[-1] == (tiny.file_bytes, tiny.file_bytes, "unpacking tiny")
+    assert seen[-1] == (pretend.file_bytes, pretend.file_bytes, "unpacking pretend")
 
 
 def test_smollm2_is_the_file_that_was_pinned(smollm2_gguf):
@@ -148,11 +148,11 @@ def test_smollm2_is_the_file_that_was_pinned(smollm2_gguf):
     assert not list(smollm2_gguf.parent.glob("*.whl"))
 
 
-def test_processes_that_fetch_at_once_fetch_once(tiny, tmp_path):
-    processes = [start(tiny) for _ in range(3)]
+def test_processes_that_fetch_at_once_fetch_once(pretend, tmp_path):
+    processes = [start(pretend) for _ in range(3)]
     for process in processes:
         out, err = process.communicate(timeout=120)
-        assert (process.returncode, out.strip()) == (0, str(tiny.path)), err
+        assert (process.returncode, out.strip()) == (0, str(pretend.path)), err
     assert len(runs(tmp_path)) == 1
     assert in_the_cache(tmp_path) == ["model.gguf", "model.gguf.checked"]
 
@@ -160,30 +160,30 @@ def test_processes_that_fetch_at_once_fetch_once(tiny, tmp_path):
 # ---------------------------------------------------------------------------------------------------- interrupted
 
 
-def test_ctrl_c_in_the_middle_leaves_nothing(tiny, tmp_path):
-    process = start(tiny, FAKE_PIP_MODE="slow")
+def test_ctrl_c_in_the_middle_leaves_nothing(pretend, tmp_path):
+    process = start(pretend, FAKE_PIP_MODE="slow")
     wait_for(tmp_path / "halfway", process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
     assert err.rstrip().endswith("KeyboardInterrupt")
     assert in_the_cache(tmp_path) == []
-    assert fetch.named_model("tiny").is_file()
+    assert fetch.named_model("pretend").is_file()
 
 
-def test_a_kill_in_the_middle_is_cleared_away_by_the_next_fetch(tiny, tmp_path):
-    process = start(tiny, FAKE_PIP_MODE="slow")
+def test_a_kill_in_the_middle_is_cleared_away_by_the_next_fetch(pretend, tmp_path):
+    process = start(pretend, FAKE_PIP_MODE="slow")
     wait_for(tmp_path / "halfway", process)
     process.kill()
     process.communicate(timeout=60)
     (left,) = in_the_cache(tmp_path)
-    assert left.startswith(".fetching-tiny-")
-    assert fetch.named_model("tiny").is_file()
+    assert left.startswith(".fetching-pretend-")
+    assert fetch.named_model("pretend").is_file()
     assert in_the_cache(tmp_path) == ["model.gguf", "model.gguf.checked"]
 
 
-def test_a_fetch_under_way_is_waited_for_and_not_cleared_away(tiny, tmp_path):
-    slow = start(tiny, FAKE_PIP_MODE="slow")
+def test_a_fetch_under_way_is_waited_for_and_not_cleared_away(pretend, tmp_path):
+    slow = start(pretend, FAKE_PIP_MODE="slow")
     wait_for(tmp_path / "halfway", slow)
     waits = []
 
@@ -193,20 +193,20 @@ def test_a_fetch_under_way_is_waited_for_and_not_cleared_away(tiny, tmp_path):
             assert [name[:10] for name in in_the_cache(tmp_path)] == [".fetching-"]
             slow.send_signal(signal.SIGINT)
 
-    assert fetch.named_model("tiny", stop_waiting).is_file()
-    assert waits[0] == (0, tiny.wheel_bytes, "waiting for another process that fetches tiny")
+    assert fetch.named_model("pretend", stop_waiting).is_file()
+    assert waits[0] == (0, pretend.wheel_bytes, "waiting for another process that fetches pretend")
     slow.communicate(timeout=60)
     assert in_the_cache(tmp_path) == ["model.gguf", "model.gguf.checked"]
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("pretend")
 def test_what_interrupts_the_unpacking_leaves_nothing(tmp_path):
     def interrupt(_done, _total, what):
         if what.startswith("unpacking"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fetch.named_model("tiny", interrupt)
+        fetch.named_model("pretend", interrupt)
     assert in_the_cache(tmp_path) == []
 
 
@@ -218,34 +218,34 @@ def test_what_interrupts_the_unpacking_leaves_nothing(tmp_path):
     [
         (
             "offline",
-            r"tiny: could not be fetched \(pip cannot reach the package index\); connect to the internet once",
+            r"pretend: could not be fetched \(pip cannot reach the package index\); connect to the internet once",
         ),
-        ("fail", r"tiny: could not be fetched \(pip says: Hash is not right\); .* set REGARDANT_CACHE to"),
+        ("fail", r"pretend: could not be fetched \(pip says: Hash is not right\); .* set REGARDANT_CACHE to"),
         ("silent", r"pip gives no reason\); .* or give a model folder or .gguf file of your own$"),
-        ("other", r"the package fetched for tiny==1 is not the one that was published"),
+        ("other", r"the package fetched for pretend==1 is not the one that was published"),
     ],
 )
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("pretend")
 def test_a_fetch_that_fails_says_why_and_leaves_nothing(tmp_path, monkeypatch, mode, sentence):
     monkeypatch.setenv("FAKE_PIP_MODE", mode)
     with pytest.raises(FetchError, match=sentence) as caught:
-        load("tiny")
+        load("pretend")
     assert "\n" not in str(caught.value)
     assert in_the_cache(tmp_path) == []
 
 
-def test_a_file_in_the_package_that_is_another_is_refused(tiny, tmp_path, monkeypatch):
-    monkeypatch.setitem(fetch.NAMED, "tiny", dataclasses.replace(tiny, file_sha256="0" * 64))
+def test_a_file_in_the_package_that_is_another_is_refused(pretend, tmp_path, monkeypatch):
+    monkeypatch.setitem(fetch.NAMED, "pretend", dataclasses.replace(pretend, file_sha256="0" * 64))
     with pytest.raises(FetchError, match="the unpacked file does not have the SHA-256"):
-        fetch.named_model("tiny")
+        fetch.named_model("pretend")
     assert in_the_cache(tmp_path) == []
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("pretend")
 def test_python_without_pip_says_so(monkeypatch):
     monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(FetchError, match=r"takes pip, which .* does not have; run `python -m ensurepip`"):
-        fetch.named_model("tiny")
+        fetch.named_model("pretend")
 
 
 @pytest.mark.parametrize(
@@ -256,40 +256,40 @@ def test_python_without_pip_says_so(monkeypatch):
         (lambda raw: raw[:5] + b"?" + raw[6:], r"does not have the SHA-256 it was published with"),
     ],
 )
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("pretend")
 def test_a_corrupt_cache_is_found_out_and_never_used(damage, sentence):
-    path = fetch.named_model("tiny")
+    path = fetch.named_model("pretend")
     path.write_bytes(damage(path.read_bytes()))
     for _ in range(2):
         with pytest.raises(
-            FetchError, match=rf"tiny: the cached file .*model.gguf is corrupt, it {sentence}; delete it"
+            FetchError, match=rf"pretend: the cached file .*model.gguf is corrupt, it {sentence}; delete it"
         ):
-            load("tiny")
+            load("pretend")
     path.unlink()
-    assert fetch.named_model("tiny").is_file()
+    assert fetch.named_model("pretend").is_file()
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("pretend")
 def test_a_file_that_was_touched_is_checked_in_full(monkeypatch):
     checked = []
     original = fetch._sha256
     monkeypatch.setattr(fetch, "_sha256", lambda path: checked.append(path) or original(path))
-    path = fetch.named_model("tiny")
+    path = fetch.named_model("pretend")
     checked.clear()
-    fetch.named_model("tiny")
+    fetch.named_model("pretend")
     assert checked == []
     os.utime(path, ns=(1, 1))
-    fetch.named_model("tiny")
-    fetch.named_model("tiny")
+    fetch.named_model("pretend")
+    fetch.named_model("pretend")
     assert checked == [path]
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("pretend")
 def test_a_cache_that_cannot_be_written_says_so(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("REGARDANT_CACHE", str(tmp_path / "file"))
-    with pytest.raises(FetchError, match=r"tiny: could not be kept in .*file/models: "):
-        fetch.named_model("tiny")
+    with pytest.raises(FetchError, match=r"pretend: could not be kept in .*file/models: "):
+        fetch.named_model("pretend")
 
 
 # ------------------------------------------------------------------------------------------------------- places
@@ -380,17 +380,17 @@ def test_a_hub_name_is_found_in_the_local_cache(hub, tmp_path, monkeypatch):
 
 
 def test_what_is_found_is_what_the_hubs_own_package_finds(hub, tmp_path):
-    folder = write_folder(tmp_path / "tiny", random_model("llama"))
-    put_in_hub(hub, "someone/tiny", folder, "0" * 40)
-    theirs = huggingface_hub.snapshot_download("someone/tiny", cache_dir=hub, local_files_only=True)
-    assert str(fetch.cached_hub_model("someone/tiny")) == theirs
+    folder = write_folder(tmp_path / "pretend", random_model("llama"))
+    put_in_hub(hub, "someone/pretend", folder, "0" * 40)
+    theirs = huggingface_hub.snapshot_download("someone/pretend", cache_dir=hub, local_files_only=True)
+    assert str(fetch.cached_hub_model("someone/pretend")) == theirs
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "a shard", "the index's list"])
 def test_a_model_that_is_not_whole_is_fetched(hub, tmp_path, monkeypatch, missing):
-    folder = write_folder(tmp_path / "tiny", random_model("llama"), max_shard_size="100KB")
-    whole = put_in_hub(tmp_path / "elsewhere", "someone/tiny", folder, "aaa")
-    snapshot = put_in_hub(hub, "someone/tiny", folder, "aaa")
+    folder = write_folder(tmp_path / "pretend", random_model("llama"), max_shard_size="100KB")
+    whole = put_in_hub(tmp_path / "elsewhere", "someone/pretend", folder, "aaa")
+    snapshot = put_in_hub(hub, "someone/pretend", folder, "aaa")
     if missing == "the index's list":
         (snapshot / "model.safetensors.index.json").unlink()
         (snapshot / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
@@ -403,9 +403,9 @@ def test_a_model_that_is_not_whole_is_fetched(hub, tmp_path, monkeypatch, missin
         return str(whole)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert load("someone/tiny").source == whole
+    assert load("someone/pretend").source == whole
     ((name, options),) = asked
-    assert (name, options["cache_dir"]) == ("someone/tiny", hub)
+    assert (name, options["cache_dir"]) == ("someone/pretend", hub)
     assert options["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
 
 
@@ -416,9 +416,9 @@ def test_a_hub_that_cannot_be_reached_gives_one_sentence(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(
-        FetchError, match=r"^someone/tiny: could not be fetched .*Connection refused.*HF_HOME"
+        FetchError, match=r"^someone/pretend: could not be fetched .*Connection refused.*HF_HOME"
     ) as caught:
-        load("someone/tiny")
+        load("someone/pretend")
     assert "\n" not in str(caught.value)
 
 
@@ -426,7 +426,7 @@ def test_a_hub_that_cannot_be_reached_gives_one_sentence(monkeypatch):
 def test_the_hub_package_itself_unable_to_connect():
     code = (
         "from regardant.lm.errors import FetchError\nfrom regardant.lm.load import load\n"
-        "try:\n    load('someone/tiny')\nexcept FetchError as error:\n    print(error)"
+        "try:\n    load('someone/pretend')\nexcept FetchError as error:\n    print(error)"
     )
     out = subprocess.run(
         [sys.executable, "-c", code],
@@ -435,7 +435,7 @@ def test_the_hub_package_itself_unable_to_connect():
         capture_output=True,
         text=True,
     ).stdout
-    assert out.startswith("someone/tiny: could not be fetched from the Hugging Face hub (")
+    assert out.startswith("someone/pretend: could not be fetched from the Hugging Face hub (")
     assert out.count("\n") == 1
 
 
@@ -445,34 +445,34 @@ def test_without_the_hub_package_the_extra_is_named(monkeypatch):
     with pytest.raises(
         FetchError, match=r"is not in the Hugging Face cache .*install regardant with its extra `hub`"
     ):
-        load("someone/tiny")
+        load("someone/pretend")
 
 
 # ------------------------------------------------------------------------------------------------------- list
 
 
-def test_the_list_shows_named_models_and_what_the_hub_holds(tiny, hub, tmp_path):
-    folder = write_folder(tmp_path / "tiny", random_model("qwen3"))
-    snapshot = put_in_hub(hub, "someone/tiny", folder, "aaa")
+def test_the_list_shows_named_models_and_what_the_hub_holds(pretend, hub, tmp_path):
+    folder = write_folder(tmp_path / "pretend", random_model("qwen3"))
+    snapshot = put_in_hub(hub, "someone/pretend", folder, "aaa")
     (folder / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
     put_in_hub(hub, "someone/other", folder, "bbb")
     (folder / "config.json").unlink()
     put_in_hub(hub, "someone/half", folder, "ccc")
     (hub / "datasets--someone--texts").mkdir()
     before = {entry.name: entry for entry in models()}
-    assert set(before) == {"smollm2", "tiny", "someone/tiny"}
-    assert before["tiny"] == fetch.ModelEntry("tiny", "a test", None, tiny.wheel_bytes)
+    assert set(before) - set(fetch.BUNDLED) == {"smollm2", "pretend", "someone/pretend"}
+    assert before["pretend"] == fetch.ModelEntry("pretend", "a test", None, pretend.wheel_bytes)
     weights = (snapshot / "model.safetensors").stat().st_size
-    assert before["someone/tiny"] == fetch.ModelEntry(
-        "someone/tiny", "qwen3, 2 layers of width 64", snapshot, weights
+    assert before["someone/pretend"] == fetch.ModelEntry(
+        "someone/pretend", "qwen3, 2 layers of width 64", snapshot, weights
     )
-    path = fetch.named_model("tiny")
-    assert fetch.ModelEntry("tiny", "a test", path, tiny.file_bytes) in models()
+    path = fetch.named_model("pretend")
+    assert fetch.ModelEntry("pretend", "a test", path, pretend.file_bytes) in models()
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("pretend")
 def test_a_name_that_is_also_a_folder_means_the_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny").mkdir()
+    (tmp_path / "pretend").mkdir()
     with pytest.raises(LoadError, match=r"has no config.json"):
-        load("tiny")
+        load("pretend")

@@ -57,3 +57,13 @@ def test_names_are_text():
 def test_lists_of_two_lengths_are_refused():
     with pytest.raises(ValueError, match=r"x and y of 'a' must be of one length; got 2 and 1"):
         plot.lines("t", [plot.Line("a", [0, 1], [0])], "", "")
+
+
+def test_axes_reach_over_what_they_are_told_to():
+    line = plot.Line("a", [5.0, 6.0], [0.5, 0.6])
+    _, (points,) = drawn(plot.lines("t", [line], "", "", (0, 10), (0.0, 1.0)))
+    (left, low), (right, high) = points
+    middle = (plot._LEFT + plot.WIDTH - plot._RIGHT) / 2
+    assert left == pytest.approx(middle, abs=0.1)
+    assert right - left == pytest.approx((plot.WIDTH - plot._RIGHT - plot._LEFT) / 10, abs=0.11)
+    assert low - high == pytest.approx((plot.HEIGHT - plot._BOTTOM - plot._TOP) / 10, abs=0.11)

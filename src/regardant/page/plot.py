@@ -33,16 +33,25 @@ class Line:
     thin: bool = False
 
 
-def lines(title: str, drawn: Sequence[Line], x_name: str, y_name: str) -> str:
-    """A plot as an SVG element.
+def lines(
+    title: str,
+    drawn: Sequence[Line],
+    x_name: str,
+    y_name: str,
+    x_span: Sequence[float] = (),
+    y_span: Sequence[float] = (),
+) -> str:
+    """A plot as an SVG element. The axes reach over all points, and over the numbers in `x_span` and `y_span`.
 
     Raises:
         ValueError: a line whose x and y differ in length.
     """
     points = [list(_finite(line)) for line in drawn]
-    flat = [point for line in points for point in line] or [(0.0, 0.0)]
-    x_axis = _Axis(min(x for x, _ in flat), max(x for x, _ in flat), _LEFT, WIDTH - _RIGHT)
-    y_axis = _Axis(min(y for _, y in flat), max(y for _, y in flat), HEIGHT - _BOTTOM, _TOP)
+    flat = [point for line in points for point in line]
+    xs = [*(x for x, _ in flat), *x_span] or [0.0]
+    ys = [*(y for _, y in flat), *y_span] or [0.0]
+    x_axis = _Axis(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
+    y_axis = _Axis(min(ys), max(ys), HEIGHT - _BOTTOM, _TOP)
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">',
         f"<title>{html.escape(title)}</title>",

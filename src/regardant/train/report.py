@@ -24,11 +24,13 @@ PAGE = "report.html"
 
 _TITLES = {
     "entropy": "Entropy: how widely each head looks (nats)",
-    "max_logit": "The largest score",
+    "max_logit": "The largest score before the softmax",
     "sink": "Sink: mean weight on the first token",
     "previous": "Previous token: mean weight on the token before",
     "induction": "Induction: mean weight on the token after the earlier copy, on repeated random tokens",
 }
+
+_SHARES = frozenset({"sink", "previous", "induction"})
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 760px; margin: 2em auto; padding: 0 1em }
@@ -114,7 +116,7 @@ def page(run: Path, outcome: Mapping[str, Any] | None = None) -> str:
             "step",
             "",
         ),
-        *_heads(measured),
+        *_heads(measured, max(steps, default=0)),
     ]
     policy = f"default-src 'none'; style-src '{_hash(_STYLE)}'; base-uri 'none'; form-action 'none'"
     return (
@@ -129,7 +131,7 @@ def _columns(pairs: list[tuple[float, float]]) -> tuple[list[float], list[float]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _heads(measured: list[tuple[int, dict[str, list[list[float]]]]]) -> Iterator[str]:
+def _heads(measured: list[tuple[int, dict[str, list[list[float]]]]], last: int) -> Iterator[str]:
     if not measured:
         return
     layers = len(measured[-1][1][MEASURES[0]])
@@ -148,7 +150,10 @@ def _heads(measured: list[tuple[int, dict[str, list[list[float]]]]]) -> Iterator
             for layer, row in enumerate(measured[-1][1][name])
             for head in range(len(row))
         ]
-        yield f"<h3>{html.escape(_TITLES[name])}</h3>{plot.lines(_TITLES[name], drawn, 'step', '')}"
+        # Weights are shares of 1; the others begin at 0. So that small differences look small.
+        span = (0.0, 1.0) if name in _SHARES else (0.0,)
+        drawing = plot.lines(_TITLES[name], drawn, "step", "", (0, last), span)
+        yield f"<h3>{html.escape(_TITLES[name])}</h3>{drawing}"
     yield f"<h2>Heads at step {at[-1]:,}</h2>{_table(measured[-1][1])}"
 
 
