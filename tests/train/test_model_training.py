@@ -109,7 +109,7 @@ def test_recomputed_activations_give_the_same_bits():
 # torch's tracer asks for it and hides the warning; as an error it cannot be hidden.
 @pytest.mark.filterwarnings("default:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_it_is_one_graph_for_all_layers_and_the_same_numbers(monkeypatch):
-    """Traced and differentiated as for the compiler, and run without it: C++ takes a minute. A warning is an error."""
+    """Traced and differentiated as for the compiler, and run without it: C++ takes a minute."""
     config, parameters, _ = made(dataclasses.replace(CHOSEN, layers=3))
     ids, segments = packed(np.random.default_rng(3), [9, 7])
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

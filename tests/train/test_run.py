@@ -78,6 +78,8 @@ def test_a_folder_in_half_precision(small_run, tmp_path):
     ours = load(small_run)
     export.write_folder(ours, tmp_path / "half", "float16")
     half = load(tmp_path / "half")
+    modes = {path.stat().st_mode for path in (tmp_path / "half").iterdir()}
+    assert len(modes) == 1  # whoever may read one file may read all
     for name, tensor in ours.weights.items():
         np.testing.assert_array_equal(half.weights[name], np.float32(np.float16(tensor)))
     with pytest.raises(UserError, match="not an empty folder"):

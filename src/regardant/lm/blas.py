@@ -61,7 +61,7 @@ def rows_of_one(matrices: list[Any]) -> Any:
 def _rows_of_one_tensor(matrices: list[Any]) -> Any:
     import torch
 
-    if torch.compiler.is_compiling():  # a traced tensor has no place in memory; to join them costs next to nothing
+    if torch.compiler.is_compiling():  # a traced tensor has no place in memory, and to join them is cheap
         return torch.cat(matrices)
     whole, at = matrices[0]._base, 0  # noqa: SLF001 - what torch calls the tensor that one is a view of
     if whole is None or whole.ndim != 2:

@@ -115,6 +115,8 @@ def write_folder(model: LanguageModel, folder: Path, dtype: str = "float32") -> 
             name: np.ascontiguousarray(np.asarray(t), dtype=wanted) for name, t in model.weights.items()
         }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        # The package lets nobody but the owner read what it writes.
+        shutil.copymode(folder / "config.json", folder / "model.safetensors")
     except OSError as error:
         raise UserError(f"cannot write {folder}: {reason(error)}") from None
     except SafetensorError as error:

@@ -492,7 +492,7 @@ def array_namespace(x: Array) -> Any:
 
 
 def _is_numpy(x: Array) -> bool:
-    """Whether an array is NumPy's; else it is torch's. A compiler can trace this, and not the question's usual form."""
+    """Whether an array is NumPy's; else it is torch's. A compiler can trace this question."""
     return isinstance(x, np.ndarray)
 
 

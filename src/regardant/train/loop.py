@@ -83,7 +83,7 @@ def _run_compiled(
     weights: Mapping[str, torch.Tensor],
     *rest: Any,
 ) -> torch.Tensor:
-    """Run every layer as if it were the first, so that one compilation serves all: here they differ in weights alone."""
+    """Run every layer as if it were the first, so that one compilation serves all: they differ in weights alone."""
     own, first = f"model.layers.{number}.", "model.layers.0."
     mine = {first + name[len(own) :]: tensor for name, tensor in weights.items() if name.startswith(own)}
     return _compiled(layer)(x_NC, 0, mine, *rest)

@@ -10,7 +10,7 @@
 
 Refused, each with what is amiss: a folder that holds something else, a run that another process trains, a text, a
 tokenizer or a setting that is not what the run was begun with, weights of another shape. The number of steps may be
-another, as long as no step that was made would have had another learning rate: in the warm-up, and on a trapezoid's top.
+another, as long as no step made would have had another learning rate: in the warm-up, and on a trapezoid's top.
 """
 
 from __future__ import annotations
@@ -330,7 +330,9 @@ def _go_on(
     given: Mapping[str, Any],
 ) -> Training:
     state = last.state
-    free = settings.FREE | ({"steps"} if _steps_may_change(state["settings"], given, last.step) else frozenset())
+    free = settings.FREE
+    if _steps_may_change(state["settings"], given, last.step):
+        free |= {"steps"}
     chosen = settings.restored(state["settings"], given, size, str(folder), free)
     facts = state["data"]
     _same_tokenizer(folder, state, tokenizer)
