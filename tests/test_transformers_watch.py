@@ -270,7 +270,7 @@ def test_parts_named_by_their_text(tokenizer):
     with pytest.raises(UserError, match="the prompt must hold 'he' once; it does so 2 times"):
         w.sources(row=1)
     w.name_span("he", tokens=(0, 1.5), row=1)
-    with pytest.raises(UserError, match="tokens must be two whole numbers; got \\(0, 1.5\\)"):
+    with pytest.raises(UserError, match=r"tokens must be two whole numbers; got \(0, 1\.5\)"):
         w.sources(row=1)
     w.name_span("he", tokens=(3, 5))  # the later word counts, in every row
     assert w.run(0).spans["he"] == w.run(1).spans["he"] == range(3, 5)
@@ -375,7 +375,7 @@ def test_keeping_less():
     assert list(w.layers) == [1]
     assert w.layers.get(0) is None
     for layers in (w.layers, w.run().layers):
-        with pytest.raises(UserError, match="^layers must be among those looked at, 1; got 0$"):
+        with pytest.raises(UserError, match=r"^layers must be among those looked at, 1; got 0$"):
             layers[0]
     look = w.layers[1]
     assert_in_budget([look.rows(range(13, 20))], [eager[:, :, 13:]], [exact[:, :, 13:]])

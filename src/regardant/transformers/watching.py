@@ -382,8 +382,8 @@ def watch(
 
     Raises:
         TypeError: a model that is none of transformers, or a setting of the wrong kind.
-        UserError: an encoder with a decoder, or a model that was loaded with another implementation; a layer or head that is not
-            there; later on, what the module says is refused.
+        UserError: an encoder with a decoder, or a model that was loaded with another implementation; a layer or head
+            that is not there; later on, what the module says is refused.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"watch: model must be a model of transformers; got {type(model).__name__}")
