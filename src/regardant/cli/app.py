@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import regardant
-from regardant.cli import MISTAKE, complain, generate, look, models, terminal
+from regardant.cli import MISTAKE, check, complain, generate, look, models, terminal
 from regardant.lm.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command("look")(look.look)
 app.command("generate")(generate.generate)
 app.command("models")(models.models)
+app.command("check")(check.check)
 
 
 @app.callback(invoke_without_command=True)
