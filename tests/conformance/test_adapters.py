@@ -1,27 +1,12 @@
 """Adapters of other libraries: each answers what it offers, and what it documents otherwise is a difference."""
 
-import importlib.util
-
 import pytest
 
 from regardant.conformance import NotOffered, select, verdict
 from regardant.conformance.target import find
 from regardant.conformance.worker import put
 
-PEERS = {
-    "torch": "torch",
-    "flex": "torch",
-    "onnxruntime": "onnxruntime",
-    "jax": "jax",
-    "transformers:eager": "transformers",
-    "transformers:sdpa": "transformers",
-}
-
-
-def peer(name):
-    if importlib.util.find_spec(PEERS[name]) is None:
-        pytest.skip(f"{PEERS[name]} is not installed")
-    return find(name)
+PEERS = ["torch", "flex", "onnxruntime", "jax", "transformers:eager", "transformers:sdpa"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -30,7 +15,7 @@ def peer(name):
     "case", select("alignment/square,heads/grouped,types/float16,scale/given,gradients/plain"), ids=str
 )
 def test_what_everybody_does_passes(name, case):
-    found = put(case, peer(name))
+    found = put(case, find(name))
     if case.name == "types/float16" and name == "transformers:eager":
         # It rounds scores and weights to float16; whether that shows depends on the machine's matrix product.
         return
@@ -42,7 +27,7 @@ def test_what_everybody_does_passes(name, case):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["torch", "onnxruntime"])
 def test_a_documented_convention_is_a_difference(name):
-    found = put(select("alignment/fewer-queries")[0], peer(name))
+    found = put(select("alignment/fewer-queries")[0], find(name))
     assert found.verdict == verdict.DIFFERS
     assert found.cause == "causal mask aligned top-left"
     assert "documented" in found.line()
@@ -51,10 +36,10 @@ def test_a_documented_convention_is_a_difference(name):
 
 def test_what_is_not_offered_is_named():
     with pytest.raises(NotOffered, match="window"):
-        select("window/width")[0].check(peer("torch"))
+        select("window/width")[0].check(find("torch"))
 
 
 def test_gradients_that_a_peer_refuses_are_not_offered():
-    found = put(select("gradients/plain")[0], peer("flex"))
+    found = put(select("gradients/plain")[0], find("flex"))
     assert found.verdict == verdict.NOT_OFFERED
     assert "dout" in found.detail
