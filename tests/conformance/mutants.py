@@ -98,7 +98,6 @@ MUTANTS = [
     ("float64 in float32", "wide = np.float64 if kind == np.float64 else np.float32", "wide = np.float32", "float32"),
     ("inside in float32", "out = weigh(a, v32, sees)", "out = weigh(a.astype(np.float32), v32.astype(np.float32), sees)", "float32"),
     ("result in float32", "out_type = kind", "out_type = wide", "out of another type"),
-    ("numerator overflows", "out = weigh(a, v32, sees)", "out = weigh(e * np.float32(4), v32, sees) / np.where(dead, 1, total * np.float32(4))", "summed before they are divided"),
     # Sizes and repeats.
     ("keys end at 65,536", "sees &= j <= p\n", "sees &= j <= p\n    sees &= j < 65536\n", "keys from 65,536 on"),
     ("last tile left out", "sees = np.ones((B, H, T, S), bool)", "sees = np.ones((B, H, T, S), bool) & (j < (S if S < 64 else S // 64 * 64))", "partial block of 64"),
@@ -114,6 +113,11 @@ MUTANTS = [
     ("sink gradient's sign", "-np.exp(sink - lse[..., None]) * delta", "np.exp(sink - lse[..., None]) * delta", "dsinks with its sign reversed"),
     ("bias gradient after slope", "dbias = fold(ds, bias)", "dbias = fold(ds * slope, bias)", "goes through the softcap"),
     ("bias gradient scaled", "dbias = fold(ds, bias)", "dbias = fold(ds * wide(scale), bias)", "times what is right"),
+    # Far keys, and what other mistakes look like.
+    ("keys wrap at 16 bits", "j = np.arange(S)", "j = np.arange(S).astype(np.uint16).astype(int)", "16 bits"),
+    ("ALiBi in float16", "(p - j).astype(wide)", "(p - j).astype(np.float16).astype(wide)", "distances are kept in float16"),
+    ("causal whatever is asked", "    if causal:\n", "    if True:\n", "though causal=False"),
+    ("nothing but zeros", "out = weigh(a, v32, sees)", "out = weigh(a, v32, sees) * wide(0)", "0 everywhere"),
 ]  # fmt: skip
 
 # More of them, by where they hide.
@@ -249,6 +253,12 @@ def stateful():
             q, k, v, causal=causal, window=window, offset=offset, scale=scale, mask=mask
         )
 
+    scales = {}
+
+    def of_first_scale(q, k, v, *, causal=True, scale=None):
+        scale = scales.setdefault(q.shape, scale)
+        return independent.attention(q, k, v, causal=causal, scale=scale)
+
     shared = {}
 
     def careless(q, k, v, *, causal=True, scale=None):
@@ -264,6 +274,7 @@ def stateful():
 
     return [
         ("masks kept by shape", stale, "earlier call's options"),
+        ("scale kept by shape", of_first_scale, "earlier call's options"),
         ("buffer used again", reused, "overwrites"),
         ("memory shared by threads", careless, "share memory"),
     ]

@@ -17,6 +17,7 @@ import pytest
 from regardant.conformance import Mismatch, NotOffered, adapter, cases, select
 from regardant.conformance.budget import expected, unit
 from regardant.conformance.target import find
+from regardant.conformance.worker import put
 
 TYPES = ("float64", "float32", "float16", "bfloat16")
 OURS = ["regardant", "regardant:blocked", "regardant:reference", "regardant.torch"]
@@ -75,7 +76,9 @@ def test_patterns_choose_by_family_and_by_name():
         "mask/polarity",
         "heads/grouped",
     ]
-    assert select("nothing") == ()
+    for patterns in ("nothing", "heads,nothing/*"):
+        with pytest.raises(ValueError, match="no case is named 'nothing"):
+            select(patterns)
 
 
 @pytest.mark.parametrize("case", [case for case in REMEMBERED if case.name not in LONG], ids=str)
@@ -114,7 +117,8 @@ def test_the_independent_attention_shares_no_code():
 # Where to look first for what few cases catch.
 FIRST = {
     "keys end at 65,536": "long/keys",
-    "numerator overflows": "types/float32-large-values",
+    "keys wrap at 16 bits": "long/edges",
+    "ALiBi in float16": "alibi/far",
     "noise": "repeats",
 }
 
@@ -124,7 +128,7 @@ def caught(name, function, words):
     target = adapter(types=TYPES)(function)
     # What writes into its inputs must not write into those that are kept.
     among = SORTED if name.startswith("writes into") else REMEMBERED
-    first = {case.name for case in select(FIRST.get(name, ""))}
+    first = {case.name for case in select(FIRST.get(name, "*"))}
     wrong = []
     for case in sorted(among, key=lambda case: case.name not in first):
         try:
@@ -148,6 +152,34 @@ def test_a_mutant_is_caught_and_named(name, right, wrong, words):
 @pytest.mark.parametrize(("name", "function", "words"), mutants.stateful(), ids=lambda row: str(row)[:20])
 def test_what_is_kept_between_calls_is_caught_and_named(name, function, words):
     assert caught(name, function, words)
+
+
+def test_what_is_no_array_is_told_from_a_wrong_answer():
+    for given in (None, [1.0], "out"):
+        with pytest.raises(
+            TypeError, match=f"out must be a NumPy array; the adapter gave {type(given).__name__}"
+        ):
+            select("alignment/square")[0].check(lambda *_, given=given: given)
+
+
+def test_the_clock_stops_when_the_target_has_answered():
+    def wrong(q, *_):
+        return np.zeros_like(q)
+
+    def raising(*_):
+        raise RuntimeError("\x1b[31m")
+
+    for function, kind, times in (
+        (independent.attention, "passed", 1),
+        (wrong, "failed", 1),
+        (raising, "failed", 0),
+    ):
+        told = []
+        found = put(
+            select("alignment/square")[0], adapter()(function), lambda told=told: told.append("answered")
+        )
+        assert (found.verdict, len(told)) == (kind, times)
+    assert found.detail == "raised RuntimeError: ⟨U+001B⟩[31m"
 
 
 def test_a_function_offers_what_its_keywords_name():

@@ -68,9 +68,10 @@ def check(
     """
     from regardant.conformance import select
 
-    chosen = select(cases)
-    if not chosen:
-        raise UserError(f"no case is named {cases!r}; --list shows them all")
+    try:
+        chosen = select(cases)
+    except ValueError as error:
+        raise UserError(f"{error}; --list shows them all") from None
     if listing:
         _list(chosen, as_json=as_json)
         return

@@ -23,12 +23,22 @@ def select(patterns: str) -> tuple[Case, ...]:
     """The cases whose names fit one of several patterns, separated by commas: `dead-rows/*,gradients/*`.
 
     A family's name alone stands for all of it.
+
+    Raises:
+        ValueError: a pattern that no case fits.
     """
     from fnmatch import fnmatchcase
 
-    wanted = [pattern.strip() for pattern in patterns.split(",")]
-    return tuple(
-        case
-        for case in cases
-        if any(pattern == case.family or fnmatchcase(case.name, pattern) for pattern in wanted)
-    )
+    fitting = {
+        pattern.strip(): {
+            case.name
+            for case in cases
+            if pattern.strip() == case.family or fnmatchcase(case.name, pattern.strip())
+        }
+        for pattern in patterns.split(",")
+    }
+    for pattern, names in fitting.items():
+        if not names:
+            raise ValueError(f"no case is named {pattern!r}")
+    wanted = set().union(*fitting.values())
+    return tuple(case for case in cases if case.name in wanted)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +37,9 @@ LOOSE = {"float64": 3e-14, "float32": 2e-5}
 
 # How many times the error allowed is hardly more than that, and no sign of a narrower type.
 BARELY = 16
+
+# Seconds after which no further mistake is tried.
+PATIENCE_S = 20.0
 
 # How many mistakes that give the same numbers are named, and the pairs of queries and keys up to which all are tried.
 READINGS, QUICK = 3, 20_000
@@ -85,11 +89,16 @@ def _causes(
     # Much gives NaN where there is NaN: there the first reading alone says something.
     most = READINGS if B * H * T * S <= QUICK and _all_finite(call) else 1
     found: dict[str, None] = {}
+    if got.size > 1 and not got.any():
+        found[f"{name} is 0 everywhere"] = None
+    began = time.monotonic()
     for told, wrong in _alternatives(case, call, calls, name, want):
         if told not in found and _explains(got, wrong, want):
             found[told] = None
             if len(found) == most:
                 break
+        if time.monotonic() - began > PATIENCE_S:
+            break  # a large case: what its failure usually means must do
     if found:
         return tuple(found)
     told = _by_rule(call, name, got, want) or case.usual
@@ -316,11 +325,23 @@ def _joined(case: Case, name: str) -> Iterator[tuple[str, Array]]:
 def _of_other_calls(call: Call, calls: Sequence[Call], name: str) -> Iterator[tuple[str, Array]]:
     """What other calls of the same shapes asked for, or gave."""
     for other in calls:
-        if other is call or other.sizes != call.sizes or other.asks != call.asks:
+        if (
+            other is call
+            or other.sizes != call.sizes
+            or other.dout_BHTE is not None
+            or call.dout_BHTE is not None
+        ):
             continue
-        mixed = dataclasses.replace(call, options=other.options)
-        yield "an earlier call's options are used again", _result(mixed, name, None)
-        yield "a later call overwrites what an earlier one gave", _result(other, name, None)
+        kept = [dict(other.options)]
+        kept += [
+            dict(call.options) | {option: other.options.get(option)}
+            for option in {**other.options, **call.options}
+        ]
+        for options in kept:
+            mixed = call.but(**dict.fromkeys(call.options) | options)
+            yield "an earlier call's options are used again", _result(mixed, name, None)
+        if other.asks == call.asks:
+            yield "a later call overwrites what an earlier one gave", _result(other, name, None)
 
 
 def _of_dead_rows(call: Call, name: str, want: Expected) -> Iterator[tuple[str, Array]]:
@@ -448,6 +469,8 @@ def _of_sinks(call: Call, seen: Pass) -> Iterator[tuple[str, Array]]:
 def _mistakes(call: Call) -> Iterator[tuple[str, Call, Array | None]]:
     """Mistakes in what is visible, in heads and in options: each as another call, or another visibility."""
     options = DEFAULTS | dict(call.options)
+    if not options["causal"]:
+        yield "causal mask applied though causal=False", call.but(causal=True), None
     if options["window"] is not None or options["alibi"] is not None:
         yield from ((told, changed, None) for told, changed in _offsets(call))
     for told, visible in sight.mistaken(call):
@@ -600,6 +623,7 @@ def _alibi(call: Call) -> Iterator[tuple[str, Call]]:
         ("ALiBi counts distances without the offset", p * 0 + np.arange(T)[:, None] - np.arange(S)),
         ("ALiBi adds the key's position alone", -np.arange(S) + 0 * p),
         ("ALiBi counts distances one too far", p + 1 - np.arange(S)),
+        ("ALiBi's distances are kept in float16", (p - np.arange(S)).astype(np.float16).astype(np.float64)),
     ):
         bias = -slopes.astype(np.float64)[:, None, None] * distance
         yield told, call.but(alibi=None, bias=bias.astype(np.float64))

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from regardant.problem import Array
 
 
-def judge(case: Case, given: Target | Callable[..., Any]) -> None:
-    """Check one case. See `Case.check`."""
+def judge(
+    case: Case, given: Target | Callable[..., Any], answered: Callable[[], None] = lambda: None
+) -> None:
+    """Check one case; `answered` is called when the target has given all answers. See `Case.check`."""
     target = as_target(given)
     if case.views and not target.views:
         raise NotOffered("reading views without a copy")
@@ -31,6 +33,7 @@ def judge(case: Case, given: Target | Callable[..., Any]) -> None:
     for call in calls:
         target.decline(call)
     answers = _at_once(target, calls) if case.at_once else [_answer(case, target, call) for call in calls]
+    answered()
     if case.join is not None and case.whole is not None:
         whole = case.whole(np.random.default_rng(case.seed))
         _compare(case, [whole], [case.join(answers)])

@@ -37,7 +37,6 @@ REMARKS = {
     "those rows, or takes gradients through them.",
     "rows that see nothing give": "It matters where something reads those rows, or takes gradients through them.",
     "what is hidden is made −∞ before the scale": "It matters for a scale of 0 or below, which no model has.",
-    "values are summed before they are divided": "It matters only for values near the end of the type.",
     "unnormalised sums": "It matters only for values near the end of the type.",
     "masks do not broadcast": "It is refused with an error: nothing comes out wrong.",
     "biases do not broadcast": "It is refused with an error: nothing comes out wrong.",
@@ -159,7 +158,7 @@ def _of_failure(report: Report, found: Verdict) -> Iterable[str]:
     case = _cases()[found.case]
     met = f" Met before: {case.report}." if case.report else ""
     kind = "" if found.verdict == verdict.FAILED else f"{found.verdict}: "
-    yield f"- `{found.case}`: {case.tests} {kind}{found.detail}.{met}"
+    yield f"- `{found.case}`: {case.tests} {kind}{html.escape(found.detail, quote=False)}.{met}"
     yield f"  `{command(report, found)}`"
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from regardant.conformance.case import Case
 
-# Seconds for one case, and for a target's packages to be imported.
-LIMIT_S, IMPORT_LIMIT_S = 120.0, 300.0
+# Seconds for one case's answers, for a target's packages to be imported, and for what it gave to be judged.
+LIMIT_S, IMPORT_LIMIT_S, JUDGE_LIMIT_S = 120.0, 300.0, 600.0
 
 
 class _Ended(Exception):  # noqa: N818 - an end, told from an error by its text
@@ -69,7 +69,10 @@ class _Worker:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._ended() from None
-        return Verdict(**self._next(limit_s))
+        said = self._next(limit_s)
+        if "answered" in said:
+            said = self._next(JUDGE_LIMIT_S)
+        return Verdict(**said)
 
     def close(self) -> None:
         """End the worker, gently if it lives."""

@@ -29,10 +29,14 @@ IGNORED = {
 }
 
 
-def conditions(call: Call) -> dict[str, Array]:
-    """The conditions that a call sets, each (1 or B, 1 or H, 1 or T, S); a key is visible where all of them hold."""
+def conditions(call: Call, wrap: int | None = None) -> dict[str, Array]:
+    """The conditions that a call sets, each (1 or B, 1 or H, 1 or T, S); a key is visible where all of them hold.
+
+    With `wrap`, as they are for who counts keys from 0 again after so many.
+    """
     problem = arithmetic.checked(call)
     p, j = _positions(call)
+    j = j if wrap is None else j % wrap
     holds = {}
     if problem.causal:
         holds["causal"] = j <= p
@@ -63,6 +67,8 @@ def _positions(call: Call) -> tuple[Array, Array]:
 def mistaken(call: Call) -> Iterator[tuple[str, Array]]:
     """Every known way of seeing wrongly, with what is then visible, (B, H, T, S)."""
     holds = conditions(call)
+    if call.sizes[4] > WRAP:
+        yield "positions of keys wrap at 16 bits", _all(call, conditions(call, WRAP))
     # The plainest reading first: more than one mistake may give the same numbers.
     yield from _ignored(call, holds, [name for name in IGNORED if name != "causal"])
     for told, name, instead in _ways(call, holds):
@@ -102,6 +108,8 @@ def _of_dead_rows(call: Call, holds: dict[str, Array]) -> Iterator[tuple[str, Ar
 
 # Blocks of keys that kernels work in.
 BLOCKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+WRAP = 1 << 16
 
 # Numbers of keys that an index of 8 or 16 bits, or a buffer, ends at.
 LIMITS = (256, 1024, 32_768, 65_536)

@@ -150,6 +150,9 @@ def named(call: Call, result: Any) -> dict[str, Array]:
 def _arrays(names: Sequence[str], parts: Sequence[Any]) -> dict[str, Array]:
     if not isinstance(parts, tuple | list) or len(parts) != len(names):
         raise TypeError(f"the adapter must give {' and '.join(names)}; it gave {type(parts).__name__}")
+    for name, part in zip(names, parts, strict=True):
+        if not isinstance(part, np.ndarray | np.generic):
+            raise TypeError(f"{name} must be a NumPy array; the adapter gave {type(part).__name__}")
     return {name: np.asarray(part) for name, part in zip(names, parts, strict=True)}
 
 

@@ -2,8 +2,9 @@
 
     python -m regardant.conformance.worker TARGET
 
-The first line that it writes is about the target: its versions and note, or why there is none. What the target
-prints goes to the standard error, so that it cannot be taken for a verdict. It ends when its input does.
+The first line that it writes is about the target: its versions and note, or why there is none. Of each case it also
+says when the target has answered, since judging is no time of the target's. What the target prints goes
+to the standard error, that it cannot be taken for a verdict. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 from regardant.conformance import cases, verdict
 from regardant.conformance.case import Mismatch, NotOffered
+from regardant.conformance.judge import judge
 from regardant.conformance.target import UnknownTarget, find
 from regardant.conformance.verdict import Verdict
+from regardant.names import readable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from regardant.conformance.case import Case
     from regardant.conformance.target import Target
 
 
-def put(case: Case, target: Target) -> Verdict:
-    """Put one case to a target, whatever comes of it."""
+def put(case: Case, target: Target, answered: Callable[[], None] = lambda: None) -> Verdict:
+    """Put one case to a target, whatever comes of it; `answered` is called when the target has given all answers."""
     began = time.perf_counter()
     detail = cause = convention = ""
     try:
-        case.check(target)
+        judge(case, target, answered)
         kind = verdict.PASSED
     except NotOffered as declined:
         kind, detail = verdict.NOT_OFFERED, str(declined)
@@ -42,8 +47,8 @@ def put(case: Case, target: Target) -> Verdict:
                 convention = f"documented: {other.says} ({other.source})"
                 break
     except Exception as error:  # noqa: BLE001 - whatever a target raises is a finding about it, not about us
-        said = " ".join(str(error).split())
-        kind, detail = verdict.FAILED, f"raised {type(error).__name__}: {_short(said)}"
+        said = readable(" ".join(str(error).split()))
+        kind, detail = verdict.FAILED, f"raised {type(error).__name__}" + (said and f": {_short(said)}")
         cause = case.raising
     return Verdict(case.name, kind, detail, cause, round(time.perf_counter() - began, 3), convention)
 
@@ -73,7 +78,7 @@ def main(name: str) -> int:
     answer({"versions": target.versions(), "note": target.note})
     by_name = {case.name: case for case in cases}
     for line in asked:
-        answer(vars(put(by_name[line.strip()], target)))
+        answer(vars(put(by_name[line.strip()], target, lambda: answer({"answered": True}))))
     return 0
 
 

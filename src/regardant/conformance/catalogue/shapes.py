@@ -303,6 +303,16 @@ def _long_keys(rng: np.random.Generator) -> list[Call]:
     return [with_arrays(call, k=k, v=v)]
 
 
+def _far_edges(rng: np.random.Generator) -> list[Call]:
+    S = 70_001
+    call = draw(rng, B=1, H=2, G=1, T=3, S=S, D=4)
+    return [
+        call.but(offset=S - 1_000),
+        call.but(window=100),
+        call.but(causal=False, lengths=np.array([S - 10]), starts=np.array([S - 900])),
+    ]
+
+
 def _long_queries(rng: np.random.Generator) -> list[Call]:
     return [draw(rng, B=1, H=1, G=1, T=70_001, S=5, D=4, causal=False)]
 
@@ -349,6 +359,13 @@ LONG = (
         "No index may wrap at 16 bits, nor a sum lose its small terms.",
         _long_keys,
         usual="an index of 16 bits, or a limit on the number of keys",
+    ),
+    Case(
+        "long/edges",
+        "Windows, lengths, starts and diagonals that lie beyond key 65,536.",
+        "What is visible is told in whole numbers that do not wrap at 16 bits.",
+        _far_edges,
+        usual="an index of 16 bits",
     ),
     Case(
         "long/queries",
