@@ -21,6 +21,7 @@ using regardant::Type;
 namespace {
 
 using In = nb::ndarray<nb::ro, nb::ndim<4>, nb::device::cpu>;
+using Statistic = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using Out = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using MaybeIn = std::optional<In>;
 using MaybeOut = std::optional<Out>;
@@ -92,14 +93,14 @@ void attend(const Held& held, int threads, Out out, Out lse, MaybeOut max_logit,
     check(kernels.attend(held.problem, results, threads));
 }
 
-void sums(const Held& held, int threads, Out lse, MaybeOut received, MaybeOut pooled, i64 R, i64 C) {
+void sums(const Held& held, int threads, Statistic lse, MaybeOut received, MaybeOut pooled, i64 R, i64 C) {
     const regardant::Sums sums{lse.data(), data(received), data(pooled), R, C};
     const regardant::Kernels& kernels = regardant::kernels();
     nb::gil_scoped_release released;
     check(kernels.sums(held.problem, sums, threads));
 }
 
-void rows(const Held& held, int threads, Out lse, Integers heads, Integers queries, Out weights) {
+void rows(const Held& held, int threads, Statistic lse, Integers heads, Integers queries, Out weights) {
     const regardant::Rows rows{lse.data(), heads.data(), queries.data(), static_cast<i64>(heads.shape(0)),
                                static_cast<i64>(queries.shape(0)), weights.data()};
     const regardant::Kernels& kernels = regardant::kernels();
@@ -108,10 +109,10 @@ void rows(const Held& held, int threads, Out lse, Integers heads, Integers queri
 }
 
 // A view of a result of four axes is summed into along those of one number.
-void backward(const Held& held, int threads, In out, In dout, Out lse, MaybeOut dlse, Out dq, Out dk, Out dv,
-              MaybeOut dsinks, MaybeOut dbias) {
-    regardant::Gradients r{array4(out), array4(dout), lse.data(), data(dlse), dq.data(), dk.data(), dv.data(),
-                           data(dsinks), data(dbias), {}};
+void backward(const Held& held, int threads, In out, In dout, Statistic lse, std::optional<Statistic> dlse, Out dq, Out dk,
+              Out dv, MaybeOut dsinks, MaybeOut dbias) {
+    regardant::Gradients r{array4(out), array4(dout), lse.data(), dlse ? dlse->data() : nullptr, dq.data(), dk.data(),
+                           dv.data(),   data(dsinks),  data(dbias), {}};
     for (std::size_t axis = 0; axis < 4 && dbias; ++axis) {
         r.dbias_strides[axis] = dbias->shape(axis) == 1 ? 0 : dbias->stride(axis);
     }

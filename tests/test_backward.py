@@ -510,6 +510,7 @@ def test_any_strides_and_read_only_arrays(impl, dtype):
     out, lse = rg.attention(q, k, v, bias=bias, return_lse=True)
     arrays = (q, k, v, out, lse, dout, dlse, bias)
     layouts = {
+        "rows": np.array,
         "columns": np.asfortranarray,
         "heads last": lambda a: np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1),
         "negative": lambda a: np.ascontiguousarray(a[..., ::-1, ::-1])[..., ::-1, ::-1],

@@ -381,6 +381,7 @@ def test_any_strides_give_the_same_result(impl, dtype):
     cut = np.split(fused, [24, 36], axis=-1)
     from_fused = [a.reshape(2, 30, -1, 6).swapaxes(1, 2) for a in cut]
     laid_out = {
+        "rows": [np.array(a) for a in (q, k, v)],
         "fused": from_fused,
         "columns": [np.asfortranarray(a) for a in (q, k, v)],
         "negative": [np.ascontiguousarray(a[..., ::-1, ::-1])[..., ::-1, ::-1] for a in (q, k, v)],

@@ -82,3 +82,15 @@ def test_eight_callers_at_once():
         caller.join()
     for out in got:
         np.testing.assert_array_equal(out, want)
+
+
+def test_a_count_for_a_while_leaves_what_was_said_before(monkeypatch):
+    monkeypatch.setattr(threads, "_chosen", None)
+    with threads.using(3):
+        assert threads.num_threads() == 3
+        with threads.using(None):
+            assert threads.num_threads() == 3
+    assert threads._chosen is None
+    with pytest.raises(ValueError, match="count must be"), threads.using(0):
+        pass
+    assert threads._chosen is None

@@ -90,6 +90,33 @@ def test_masks(lead, shape, kind):
         assert_alike(shared, attn_mask=mask, enable_gqa=True)
 
 
+@pytest.mark.parametrize("lead", [(2, 3), (2, 2, 3)])
+@pytest.mark.parametrize(("L", "S"), [(5, 5), (3, 7), (7, 3)])
+@pytest.mark.parametrize("kind", ["boolean", "floating"])
+def test_a_mask_and_the_triangle_together(lead, L, S, kind):
+    # torch's own CPU kernel lets a query see what both show; the plain formula says so here.
+    torch.manual_seed(3)
+    tensors = made((*lead, L, 4), (*lead, S, 4), (*lead, S, 6))
+    shown = (torch.rand(L, S) < 0.7).index_fill_(1, torch.tensor([0]), True)
+    bias = torch.randn(L, S, dtype=torch.float64)
+    mask = shown if kind == "boolean" else bias
+    both = (
+        mask & shown.new_ones(L, S).tril()
+        if kind == "boolean"
+        else bias.masked_fill(~shown.new_ones(L, S).tril(), -torch.inf)
+    )
+    got = ours(*tensors, attn_mask=mask, is_causal=True)
+    torch.testing.assert_close(got, theirs(*tensors, attn_mask=both), rtol=0, atol=BOUND)
+
+
+def test_in_autocast_types_may_differ():
+    q, k, v = (x.float() for x in made((2, 3, 5, 4), (2, 3, 6, 4), (2, 3, 6, 4)))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = ours(q, k.bfloat16(), v)
+        assert got.dtype == theirs(q, k.bfloat16(), v).dtype == torch.bfloat16
+    assert torch.equal(got, ours(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+
+
 def test_a_mask_of_five_axes():
     for shape in [(2, 3, 4, 5, 6), (2, 1, 1, 5, 6), (1, 3, 4, 1, 6), (1, 1, 4, 5, 1)]:
         assert_alike(made((2, 3, 4, 5, 8), (2, 3, 4, 6, 8), (2, 3, 4, 6, 8)), attn_mask=made(shape)[0])
@@ -155,8 +182,6 @@ X = torch.zeros(2, 3, 5, 4)
         ({"dropout_p": 0.1}, NotImplementedError, "dropout_p must be 0, dropout is not computed here; got 0.1"),
         ({"dropout_p": None}, TypeError, "dropout_p must be a number; got None"),
         ({"is_causal": 1}, TypeError, "is_causal must be True or False; got 1"),
-        ({"is_causal": True, "attn_mask": torch.ones(5, 5).bool()}, ValueError,
-         "attn_mask must be None if is_causal=True; got (5, 5)"),
         ({"attn_mask": torch.ones(5, 5).long()}, TypeError, "attn_mask must be boolean or floating; got torch.int64"),
         ({"attn_mask": torch.ones(4, 5).bool()}, ValueError, "attn_mask must broadcast to (2, 3, 5, 5); got (4, 5)"),
         ({"attn_mask": torch.ones(1, 2, 3, 5, 5)}, ValueError, "attn_mask must broadcast to (2, 3, 5, 5)"),

@@ -334,6 +334,12 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_a_model_without_memory_tells_its_shapes():
+    model = tiny_models.build("llama").to("meta")
+    model.set_attn_implementation("regardant")
+    assert model(torch.zeros(2, 5, dtype=torch.int64, device="meta")).logits.shape[:2] == (2, 5)
+
+
 def test_half_precision_and_autocast_run():
     model = tiny_models.build("llama")
     model.set_attn_implementation("regardant")

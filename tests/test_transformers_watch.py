@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pathlib
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import transformers as hf
 
 import regardant.transformers as rt
 import tiny_models
+from regardant import runs
 from regardant.errors import UserError
 from regardant.looks import Look
 from tiny_models import assert_in_budget
@@ -265,8 +267,41 @@ def test_parts_named_by_their_text(tokenizer):
         assert w.received("question", row=row).shape == (3,)
     assert len(w.run(1).spans["he"]) == 1  # one token
     w.name_span("he", text="he", row=1)
-    with pytest.raises(UserError, match="the text must hold 'he' once; it does so 2 times"):
+    with pytest.raises(UserError, match="the prompt must hold 'he' once; it does so 2 times"):
         w.sources(row=1)
+    w.name_span("he", tokens=(0, 1.5), row=1)
+    with pytest.raises(UserError, match=r"tokens must be two whole numbers; got \(0, 1\.5\)"):
+        w.sources(row=1)
+    w.name_span("he", tokens=(3, 5))  # the later word counts, in every row
+    assert w.run(0).spans["he"] == w.run(1).spans["he"] == range(3, 5)
+
+
+def test_what_the_model_says_again_is_found_in_the_prompt():
+    places = [runs.Token(i, 0, letter, i, i + 1) for i, letter in enumerate("ab, ab ba ba")]
+    run = runs.Run("echo", "ab, ab ba ba", places, {}, prompt=3)
+    run.name_span("first", text="ab")
+    run.name_span("across", text=", ab")
+    assert run.spans == {"first": range(2), "across": range(2, 6)}
+    with pytest.raises(UserError, match="the text must hold 'ba' once; it does so 2 times, so give its char"):
+        run.name_span("later", text="ba")
+
+
+def test_the_readmes_lines_on_watching_run(smollm2_gguf):
+    readme = (pathlib.Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (lines,) = (block for block in readme.split("```python\n")[1:] if "import watch" in block)
+    names = {}
+    exec(compile(lines.split("```")[0], "README.md", "exec"), names)  # noqa: S102 - our own page
+    w, parts = names["w"], names["parts"]
+    assert smollm2_gguf == names["gguf"]
+    drawn = w.sources(-1).spans
+    assert drawn.keys() == parts.keys()
+    assert 0 < sum(share.weight for share in drawn.values()) < 1
+    run = w.run()
+    for name, text in parts.items():
+        span = run.spans[name]
+        assert text in run.text[run.tokens[span.start].start : run.tokens[span.stop - 1].end]
+        assert span.stop <= run.prompt
+        assert w.received(name).shape == (len(run.tokens) - run.prompt + 1,)
 
 
 # -------------------------------------------------------------------------------------------- how forwards follow
@@ -338,6 +373,10 @@ def test_keeping_less():
     mask = torch.nn.functional.pad(mask, (0, 6), value=1)
     eager, exact = (weights[1][:, [0, 3]] for weights in eager_weights(model, read, mask))
     assert list(w.layers) == [1]
+    assert w.layers.get(0) is None
+    for layers in (w.layers, w.run().layers):
+        with pytest.raises(UserError, match=r"^layers must be among those looked at, 1; got 0$"):
+            layers[0]
     look = w.layers[1]
     assert_in_budget([look.rows(range(13, 20))], [eager[:, :, 13:]], [exact[:, :, 13:]])
     torch.testing.assert_close(look.rows(-1, heads=1), eager[:, 1:, -1:], **near(eager, exact, 2))

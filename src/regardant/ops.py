@@ -288,7 +288,7 @@ def attention_backward(
         dout: ∂L/∂out, out's shape and type.
         dlse: ∂L/∂lse, lse's shape and type; None if the loss does not depend on lse.
         bias_gradient: also give the bias's gradient, summed over every axis that the bias was repeated along.
-        impl: "blocked" (NumPy), "reference" (float64, T·S memory), or "auto", the fastest.
+        impl: "native" (compiled), "blocked" (NumPy), "reference" (float64, T·S memory), or "auto", the fastest.
 
     Returns:
         `Gradients`. A row that sees nothing passes nothing on, and a key that nobody sees gets 0; neither is read

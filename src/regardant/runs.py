@@ -20,6 +20,7 @@ one piece of work, M sources kept.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import tempfile
 import webbrowser
 from pathlib import Path
@@ -33,7 +34,7 @@ from regardant.problem import indices
 from regardant.writing import replacing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from regardant.problem import Array
 
@@ -138,6 +139,22 @@ class Layer:
         return self._rows(indices("rows", "queries", tokens, T), chosen_H)
 
 
+class MissingLayerError(UserError, KeyError):
+    """A layer that was not looked at. It is a KeyError as well, as a mapping's own methods expect."""
+
+    __str__ = UserError.__str__  # a KeyError shows its sentence in quotes
+
+    def __init__(self, number: object, there: Iterable[int]) -> None:
+        super().__init__(f"layers must be among those looked at, {_ranges(sorted(there))}; got {number!r}")
+
+
+class Layers(dict[int, Layer]):
+    """Layers by number; one that is missing is refused in a sentence."""
+
+    def __missing__(self, number: object) -> Layer:
+        raise MissingLayerError(number, self)
+
+
 class Run:
     """A text as a model read it.
 
@@ -164,7 +181,7 @@ class Run:
         self.model_name = model_name
         self.text = text
         self.tokens = tokens
-        self.layers = layers
+        self.layers = Layers(layers)
         self.prompt = len(tokens) if prompt is None else prompt
         self.spans: dict[str, range] = {}
 
@@ -185,7 +202,8 @@ class Run:
 
         Args:
             name: such as "question"; one that is there already is given to the new part.
-            text: the part itself, which the text must hold exactly once.
+            text: the part itself, which the prompt must hold exactly once: that the model said it again does no harm.
+                If the prompt does not hold it, the whole text must, exactly once.
             characters: its first character and one after its last; every token that has one of them belongs to it.
             tokens: its first token and one after its last; negative ones count from the end.
 
@@ -204,14 +222,16 @@ class Run:
         self.spans[name] = span
 
     def _find(self, name: str, part: str) -> tuple[int, int]:
-        count = self.text.count(part) if part else 0
+        prompt = self.text[: self.tokens[self.prompt - 1].end] if self.prompt else ""
+        where, searched = ("prompt", prompt) if part and part in prompt else ("text", self.text)
+        count = searched.count(part) if part else 0
         if count != 1:
             told = f"{part!r}" if len(part) <= 60 else f"{part[:59]!r}…"
             raise UserError(
-                f"span {name!r}: the text must hold {told} once; it does so "
+                f"span {name!r}: the {where} must hold {told} once; it does so "
                 f"{'not at all' if count == 0 else f'{count} times, so give its characters'}"
             )
-        start = self.text.index(part)
+        start = searched.index(part)
         return start, start + len(part)
 
     def _within(self, name: str, start: int, end: int) -> range:
@@ -378,14 +398,9 @@ class Run:
     def _chosen(self, layers: int | Sequence[int] | None) -> list[Layer]:
         if layers is None:
             return list(self.layers.values())
-        numbers = [int(number) for number in np.atleast_1d(layers)]
+        numbers = [number.item() for number in np.atleast_1d(layers)]
         if not numbers:
             raise UserError("layers must name at least one layer")
-        for number in numbers:
-            if number not in self.layers:
-                raise UserError(
-                    f"layers must be among those looked at, {_ranges(list(self.layers))}; got {number}"
-                )
         return [self.layers[number] for number in numbers]
 
     def _sources_per_head(self) -> int:
@@ -491,9 +506,9 @@ def _one_of(name: str, index: int, count: int) -> int:
 def _pair(name: str, what: str, given: Any, count: int) -> tuple[int, int]:
     """The first and one after the last of a part, both counted from the beginning."""
     try:
-        first, stop = (int(number) + (count if number < 0 else 0) for number in given)
+        first, stop = (operator.index(number) + (count if number < 0 else 0) for number in given)
     except (TypeError, ValueError):
-        raise UserError(f"span {name!r}: {what} must be two numbers; got {given!r}") from None
+        raise UserError(f"span {name!r}: {what} must be two whole numbers; got {given!r}") from None
     if not 0 <= first < stop <= count:
         raise UserError(f"span {name!r}: {what} must lie between 0 and {count}, first to last; got {given}")
     return first, stop

@@ -6,6 +6,7 @@ Threads live for one call: nothing is left over to go wrong after a fork.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from regardant.problem import integer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 Item = TypeVar("Item")
 
@@ -32,6 +33,19 @@ def set_num_threads(count: int) -> None:
     """
     global _chosen  # noqa: PLW0603 - a process-wide setting is what this is
     _chosen = integer("set_num_threads", "count", count, low=1, high=MOST)
+
+
+@contextlib.contextmanager
+def using(count: int | None) -> Iterator[None]:
+    """Use `count` threads while the body runs, in the whole process; None changes nothing."""
+    global _chosen  # noqa: PLW0603 - a process-wide setting is what this is
+    before = _chosen
+    if count is not None:
+        set_num_threads(count)
+    try:
+        yield
+    finally:
+        _chosen = before
 
 
 def follow(count: Callable[[], int]) -> None:

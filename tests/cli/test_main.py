@@ -63,7 +63,7 @@ def test_help_imports_nothing_heavy(arguments):
     assert not HEAVY & set(done.stderr.decode().split())
 
 
-@pytest.mark.parametrize("command", ["look", "generate", "models"])
+@pytest.mark.parametrize("command", ["look", "generate", "models", "check"])
 def test_every_command_explains_itself(command, capsys):
     assert main([command, "--help"]) == 0
     assert "--json" in capsys.readouterr().out

@@ -1,8 +1,9 @@
 """The command line, `regardant`: one module per subcommand, and here what they share on the way out.
 
-Exit codes: 0 done; 1 the output could not be written; 2 a mistake that the person can put right, said in one
-sentence; 130 interrupted; 141 the reader of a pipe went away, which is no error. Anything else that is raised is
-a bug and shows its traceback. Nothing heavy is imported here: each command brings in what it needs.
+Exit codes: 0 done; 1 the output could not be written, or `check` found something wrong; 2 a mistake that the person
+can put right, said in one sentence; 130 interrupted; 141 the reader of a pipe went away, which is no error.
+Anything else that is raised is a bug and shows its traceback. Nothing heavy is imported here: each command brings
+in what it needs.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import regardant
-from regardant.cli import MISTAKE, complain, export, generate, look, models, terminal, train
+from regardant.cli import MISTAKE, check, complain, export, generate, look, models, terminal, train
 from regardant.lm.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ app.command("generate")(generate.generate)
 app.command("train")(train.train)
 app.command("export")(export.export)
 app.command("models")(models.models)
+app.command("check")(check.check)
 
 
 @app.callback(invoke_without_command=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from regardant import problem as problems
-from regardant.torch.options import same_device, tensor
+from regardant.torch.options import in_autocast, same_device, tensor
 
 _OP = "scaled_dot_product_attention"
 
@@ -35,6 +35,7 @@ def arguments(
     Raises:
         TypeError, ValueError: an argument that torch's function does not take either. NotImplementedError: dropout.
     """
+    query, key, value = in_autocast(query, key, value)
     _check(query, key, value, attn_mask, dropout_p, is_causal=is_causal)
     H, G = query.shape[-3:-2], key.shape[-3:-2]
     batch = _batch(query, key, value, enable_gqa=enable_gqa)
@@ -83,8 +84,6 @@ def _check(
     problems.flag(_OP, "is_causal", is_causal)
     if attn_mask is not None:
         same_device(_OP, "attn_mask", tensor(_OP, "attn_mask", attn_mask), query.device, "query")
-        if is_causal:
-            raise ValueError(f"{_OP}: attn_mask must be None if is_causal=True; got {tuple(attn_mask.shape)}")
         if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
             raise TypeError(f"{_OP}: attn_mask must be boolean or floating; got {attn_mask.dtype}")
 

@@ -18,12 +18,11 @@ from regardant import problem as problems
 from regardant import threads
 from regardant.looks import Look
 from regardant.torch import autograd, devices, dropin, library
-from regardant.torch.options import Options, checked
+from regardant.torch.options import Options, checked, in_autocast
 
 # torch's own setting counts on tensors, and elsewhere too, unless `regardant.set_num_threads` says otherwise.
 threads.follow(torch.get_num_threads)
 
-_CAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _ON_CPU = frozenset({"auto", "native", "blocked", "reference", "torch"})
 
 
@@ -154,7 +153,7 @@ def scaled_dot_product_attention(
         query: (…, H, L, E). `key`: (…, G, S, E). `value`: (…, G, S, V). Batch axes broadcast, as there.
         attn_mask: boolean, True = visible, or floating, added to the scores; broadcastable to (…, H, L, S).
         dropout_p: must be 0.
-        is_causal: query i sees keys 0 to i (the upper left triangle, whatever L and S are).
+        is_causal: query i sees keys 0 to i (the upper left triangle, whatever L and S are), of what the mask leaves.
         scale: factor on the dot products. Default 1/√E.
         enable_gqa: H may be a multiple of G.
 
@@ -175,11 +174,8 @@ def scaled_dot_product_attention(
 def _typed(
     op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Under `torch.autocast`, cast as torch does for its own attention; then refuse types that do not fit."""
-    kind = q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        q, k, v = (x.to(dtype) if x.dtype in _CAST else x for x in (q, k, v))
+    """In the type of `torch.autocast`, if that is on; then refuse types that do not fit."""
+    q, k, v = in_autocast(q, k, v)
     if not (q.dtype == k.dtype == v.dtype and q.dtype in library.FLOATS):
         library.check_types(op, q, k, v)
     return q, k, v

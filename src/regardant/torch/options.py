@@ -48,6 +48,8 @@ SCHEMA = (
 )
 TENSORS = 8  # of the options, those that are tensors: the first
 
+_CAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
 
 def checked(
     op: str,
@@ -80,8 +82,12 @@ def checked(
     q_segments, k_segments = (None, None) if segments is None else problems.pair(op, segments)
     if mask is not None:
         same_device(op, "mask", tensor(op, "mask", mask), device)
+        if mask.dtype != torch.bool:
+            raise TypeError(f"{op}: mask must be a boolean tensor, True = visible; got {mask.dtype}")
     if bias is not None:
         same_device(op, "bias", tensor(op, "bias", bias), device)
+        if not bias.is_floating_point():
+            raise TypeError(f"{op}: bias must be a floating tensor, added to the scores; got {bias.dtype}")
     if not isinstance(causal, bool):
         causal = problems.flag(op, "causal", causal)
     if not isinstance(impl, str):
@@ -105,14 +111,27 @@ def checked(
 
 
 def tensor(op: str, name: str, given: Any) -> torch.Tensor:
-    """What was given, if it is a tensor.
+    """What was given, if it is a tensor with its numbers laid out in strides.
 
     Raises:
         TypeError: it is not.
     """
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch tensor; got {problems.kind(given)}")
+    if given.layout != torch.strided or given.is_nested:
+        kind = "nested" if given.is_nested else str(given.layout).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} must be a dense tensor; got one that is {kind}")
     return given
+
+
+def in_autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Under `torch.autocast`, in its type, as torch has it for its own attention; else as they came."""
+    kind = q.device.type if isinstance(q, torch.Tensor) else "meta"
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    q, k, v = (x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _CAST else x for x in (q, k, v))
+    return q, k, v
 
 
 def same_device(op: str, name: str, given: torch.Tensor, device: torch.device, q: str = "q") -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from regardant import torch as rt
+from regardant.torch.options import in_autocast
 from regardant.transformers.masks import LazyMask, both
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def attention_forward(
         TypeError: a mask that is no tensor.
     """
     _refuse(dropout, more)
-    query, key, value = _of_one_type(query, key, value)
+    query, key, value = in_autocast(query, key, value)
     B, T, S = key.shape[0], query.shape[2], key.shape[2]
     if query.shape[0] == 1 != B:
         query = query.expand(B, -1, -1, -1)
@@ -121,15 +122,6 @@ def _refuse(dropout: float, more: Mapping[str, Any]) -> None:
     for name, what in _REFUSED.items():
         if more.get(name) is not None:
             raise ValueError(f'regardant: {what} ({name}=) is not implemented; load the model with "sdpa"')
-
-
-def _of_one_type(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """In autocast, everything in its type, as torch's own attention has it; else as it came."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def _is_causal(module: torch.nn.Module, *, is_causal: bool | None) -> bool:

@@ -18,8 +18,8 @@ for its 30 layers, and 69 kB in bfloat16.
 A forward whose first token does not stand behind the last one seen begins anew (a new text, an unrelated batch), or
 goes on from where it stands (a cache that was cropped): what stood there is dropped. Refused: models that were loaded
 with another implementation or that compute attention by themselves, caches whose rows change places (beam search) or
-whose keys change (quantised ones), `torch.compile`, two attentions in a layer (encoder-decoders), a second watch of
-the same model.
+whose keys change (quantised ones), `torch.compile(fullgraph=True)`, two attentions in a layer (encoder-decoders), a
+second watch of the same model.
 
 Shape legend: B batch, H query heads that are watched, T queries, S keys.
 """
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -44,7 +45,6 @@ from regardant.transformers.tokens import tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
     from types import TracebackType
 
     from regardant.problem import Array
@@ -55,6 +55,8 @@ class _Looks(Mapping[int, LayerLook]):
         self._layers = layers
 
     def __getitem__(self, number: int) -> LayerLook:
+        if number not in self._layers:
+            raise runs.MissingLayerError(number, self._layers)
         return self._layers[number].look()
 
     def __iter__(self) -> Iterator[int]:
@@ -186,10 +188,13 @@ class Watch:
         It is looked for when a question is asked, so it may be named before the model has run.
 
         Args:
-            name: such as "question".
-            text: the part itself, which must be there once. `characters`, `tokens`: its first and one after its last.
+            name: such as "question"; one that is there already is given to the new part.
+            text: the part itself, which the prompt must hold once. `characters`, `tokens`: its first and one after
+                its last.
             row: the row of the batch that it is in; None for every row.
         """
+        # The later word counts: what has the same name in the same row is no longer asked for.
+        self._spans = [span for span in self._spans if span[1] != name or row not in {None, span[0]}]
         self._spans.append((row, name, {"text": text, "characters": characters, "tokens": tokens}))
         self._made = {}
 
@@ -345,7 +350,9 @@ def _layer_of(module: torch.nn.Module) -> Any:
 
 
 def _name(model: PreTrainedModel) -> str:
-    return model.config.name_or_path or type(model).__name__
+    """What the model was loaded as; of a folder, its last name, as a page is for others to read too."""
+    name: str = model.config.name_or_path
+    return (Path(name).name if Path(name).is_absolute() else name) or type(model).__name__
 
 
 def watch(
@@ -375,8 +382,8 @@ def watch(
 
     Raises:
         TypeError: a model that is none of transformers, or a setting of the wrong kind.
-        UserError: a model that is no decoder, or was loaded with another implementation; a layer or head that is not
-            there; later on, what the module says is refused.
+        UserError: an encoder with a decoder, or a model that was loaded with another implementation; a layer or head
+            that is not there; later on, what the module says is refused.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"watch: model must be a model of transformers; got {type(model).__name__}")
