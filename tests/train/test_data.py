@@ -150,17 +150,56 @@ def test_a_document_does_not_tell_what_the_next_begins_with_where_no_token_says_
     assert np.flatnonzero(batch.labels_BT[0] == data.IGNORED).tolist() == [4]
 
 
-def test_repeated_rows_count_only_what_was_said_before():
-    vocabulary_N = np.arange(1, 300)
-    for number in range(20):
-        ids, labels = data.repeated_row(np.random.default_rng(number), vocabulary_N, 0, 64)
-        counted = np.flatnonzero(labels != data.IGNORED)
-        assert ids[0] == 0
-        assert len(counted)
-        period = counted[0] - 1
-        for at in counted:
-            assert labels[at] == ids[at + 1 - period] if at + 1 < 64 else labels[at] == ids[64 - period]
-            assert ids[at] == ids[at - period]
+@pytest.mark.parametrize("begin", [0, None])
+def test_repeated_rows_count_only_what_was_said_before(begin):
+    vocabulary_N = np.arange(1, 3000)  # so many that a token rarely comes twice by chance
+    lengths = []
+    for number in range(60):
+        ids, segments, labels = data.repeated_row(np.random.default_rng(number), vocabulary_N, begin, 64)
+        assert ids.shape == segments.shape == labels.shape == (64,)
+        assert set(np.diff(segments)) <= {0, 1}
+        for segment in np.unique(segments):
+            (at,) = np.nonzero(segments == segment)
+            said, next_ = ids[at].tolist(), labels[at].tolist()
+            if begin is not None:
+                assert said[0] == begin
+                assert begin not in said[1:]
+                said, next_ = said[1:], next_[1:]
+            counted = [place for place, label in enumerate(next_) if label != data.IGNORED]
+            if not counted:  # cut off by the row's end before anything came again
+                assert at[-1] == 63
+                continue
+            # The first token that came before is the first whose successor is known.
+            period = counted[0]
+            lengths.append(period)
+            assert said[period] == said[0]
+            for place in counted:
+                assert said[place] == said[place - period]
+                assert next_[place] == said[place - period + 1]
+            last = len(said) - 1  # what comes behind a document is unknown; behind the row, it may be known
+            assert counted in ([*range(period, last)], [*range(period, last + (at[-1] == 63))])
+    assert min(lengths) == 2
+    assert max(lengths) > 16
+
+
+def test_the_share_of_repeated_rows_and_the_early_one(build):
+    made, (train, _), _ = build(text(60_000))
+    order = data.Order(len(train), 32, seed=3)
+    feed = data.Feed(train, order, 0.1, (0.6, 400), 0, np.arange(1, made.get_vocab_size()))
+    batch, plain = feed.batch(0, 2000), train.rows(order.firsts(0, 2000), 32)
+    repeated = (batch.ids_BT != plain.ids_BT).any(1)
+    # Five deviations of a binomial on either side.
+    assert repeated[:400].mean() == pytest.approx(0.6, abs=0.13)
+    assert repeated[400:].mean() == pytest.approx(0.1, abs=0.04)
+    parts = [feed.batch(first, 500) for first in range(0, 2000, 500)]
+    for whole, cut in zip(
+        (batch.ids_BT, batch.segments_BT, batch.labels_BT),
+        zip(*((p.ids_BT, p.segments_BT, p.labels_BT) for p in parts), strict=True),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(whole, np.concatenate(cut))
+    np.testing.assert_array_equal(batch.segments_BT[~repeated], plain.segments_BT[~repeated])
+    np.testing.assert_array_equal(batch.labels_BT[~repeated], plain.labels_BT[~repeated])
 
 
 def test_too_little_text_is_refused_with_the_way_out():

@@ -302,6 +302,7 @@ def _assembled(folder: Path, chosen: Settings, facts: dict[str, Any]) -> Trainin
     train, valid = (data.Tokens(folder / DATA, name, facts) for name in data.PARTS)
     ordinary = np.setdiff1d(np.arange(config.vocab_size), np.asarray(facts["special"], np.int64))
     order = data.Order(len(train), chosen.context, chosen.seed)
+    early = chosen.early_repeats, chosen.early_steps * chosen.batch * chosen.accumulate
     parameters = Parameters(config, chosen.device)
     return Training(
         folder=folder,
@@ -312,7 +313,7 @@ def _assembled(folder: Path, chosen: Settings, facts: dict[str, Any]) -> Trainin
         begin_token=facts["before"],
         train=train,
         valid=valid,
-        feed=data.Feed(train, order, chosen.repeats, facts["before"], ordinary),
+        feed=data.Feed(train, order, chosen.repeats, early, facts["before"], ordinary),
         parameters=parameters,
         optimiser=adamw(parameters, chosen),
     )
