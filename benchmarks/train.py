@@ -191,7 +191,7 @@ def sides(chosen: Settings) -> dict[str, Callable[[data.Batch], float]]:
 def choose(case: str) -> Settings:
     """The settings of a case."""
     context, batch = CASES[case]
-    return settings.settings("tiny", {"context": context, "batch": batch, "lr": 1e-3})
+    return settings.settings("micro", {"context": context, "batch": batch, "lr": 1e-3})
 
 
 def measure(case: str, rounds: int) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def main() -> None:
         facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
         print(json.dumps(facts | {"cases": results}, indent=2))
         return
-    print(f"tiny, float32, {torch.get_num_threads()} threads; torch {torch.__version__}")
+    print(f"micro, float32, {torch.get_num_threads()} threads; torch {torch.__version__}")
     for r in results:
         print(
             f"context {r['context']:5}: regardant {r['regardant_tokens_per_s']:8,.0f} tokens/s, "

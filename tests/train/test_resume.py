@@ -129,7 +129,7 @@ def test_what_changed_is_refused_by_name(tmp_path, small_text):
             train(folder, named, given, resume=True, **options)
 
     refused("begun with --width 32; got 64", {"width": 64})
-    refused("begun with --width 32; got --size tiny, which has 192", size="tiny")
+    refused("begun with --width 32; got --size micro, which has 192", size="micro")
     refused("begun with --steps 6; got 7", {"steps": 7})
     refused(
         "begun with other texts: .*other.txt is new", named=[story, _written(tmp_path / "other.txt", "x")]

@@ -57,7 +57,7 @@ def train(
         Path | None, typer.Option(metavar="FILE", help="A tokenizer.json to use instead of making one.")
     ] = None,
     size: Annotated[
-        str | None, typer.Option(metavar="NAME", help="nano (the default), tiny, small, medium or base.")
+        str | None, typer.Option(metavar="NAME", help="nano (the default), micro, small, medium or base.")
     ] = None,
     width: Annotated[int | None, typer.Option(metavar="N", help="Width of the residual stream.")] = None,
     layers: Annotated[int | None, typer.Option(metavar="N")] = None,

@@ -319,7 +319,9 @@ def repeated_row(
         longest = max(1, T // 2)
         length = int(1 / random.uniform(1 / (longest + 1), 1 / min(_FEW, longest)))
         times = int(random.integers(2, 5))
-        document = np.concatenate([np.asarray(lead, np.int64), np.tile(random.choice(vocabulary, length), times)])
+        document = np.concatenate(
+            [np.asarray(lead, np.int64), np.tile(random.choice(vocabulary, length), times)]
+        )
         # The first token of the first repetition cannot be known either: nothing says where it begins.
         said = np.arange(len(document)) > len(lead) + length
         ids.append(document[:left])

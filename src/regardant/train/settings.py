@@ -15,54 +15,23 @@ from regardant.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+
 # Width, layers, heads, key/value heads, context, rows of a batch, learning rate. The parameters are those with 4,096
 # tokens in the vocabulary.
-SIZES: dict[str, dict[str, Any]] = {
-    "nano": {
-        "width": 64,
-        "layers": 2,
-        "heads": 2,
-        "kv_heads": 2,
-        "context": 128,
-        "batch": 32,
-        "lr": 3e-3,
-    },  # 0.4M
-    "tiny": {
-        "width": 192,
-        "layers": 6,
-        "heads": 6,
-        "kv_heads": 3,
-        "context": 256,
-        "batch": 16,
-        "lr": 2e-3,
-    },  # 3.2M
-    "small": {
-        "width": 384,
-        "layers": 8,
-        "heads": 6,
-        "kv_heads": 6,
-        "context": 512,
-        "batch": 16,
-        "lr": 1e-3,
-    },  # 16M
-    "medium": {
-        "width": 640,
-        "layers": 12,
-        "heads": 10,
-        "kv_heads": 10,
-        "context": 1024,
-        "batch": 16,
-        "lr": 6e-4,
-    },
-    "base": {
-        "width": 768,
-        "layers": 12,
-        "heads": 12,
-        "kv_heads": 12,
-        "context": 1024,
-        "batch": 32,
-        "lr": 6e-4,
-    },
+def _shape(
+    width: int, layers: int, heads: int, kv_heads: int, context: int, batch: int, lr: float
+) -> dict[str, Any]:
+    return {
+        "width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads, "context": context, "batch": batch, "lr": lr,
+    }  # fmt: skip
+
+
+SIZES = {
+    "nano": _shape(64, 2, 2, 2, 128, 32, 3e-3),  # 0.4M
+    "micro": _shape(192, 6, 6, 3, 256, 16, 2e-3),  # 3.2M
+    "small": _shape(384, 8, 6, 6, 512, 16, 1e-3),  # 16M
+    "medium": _shape(640, 12, 10, 10, 1024, 16, 6e-4),  # 62M
+    "base": _shape(768, 12, 12, 12, 1024, 32, 6e-4),  # 88M
 }
 DEFAULT_SIZE = "nano"
 
