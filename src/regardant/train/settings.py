@@ -22,7 +22,8 @@ def _shape(
     width: int, layers: int, heads: int, kv_heads: int, context: int, batch: int, lr: float
 ) -> dict[str, Any]:
     return {
-        "width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads, "context": context, "batch": batch, "lr": lr,
+        "width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads,
+        "context": context, "batch": batch, "lr": lr,
     }  # fmt: skip
 
 
