@@ -90,11 +90,9 @@ def train(
     repeats: Annotated[
         float | None, typer.Option(metavar="X", help="Rows of repeated random tokens instead of text: 0.")
     ] = None,
-    early_repeats: Annotated[
-        float | None, typer.Option(metavar="X", help="That share in the first --early-steps: 0.")
-    ] = None,
-    early_steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Steps for which --early-repeats holds: 0.")
+    byte_steps: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Steps of text spelt in bytes, half of it repeated random bytes, at first: 0."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="TYPE", help="float32 (the default) or bfloat16.")
@@ -129,7 +127,7 @@ def train(
         "window": window, "qk_norm": qk_norm, "vocab_size": vocab_size, "batch": batch, "accumulate": accumulate,
         "steps": steps, "lr": lr, "schedule": schedule, "warmup": warmup, "weight_decay": weight_decay, "clip": clip,
         "beta2": beta2, "seed": seed, "valid_share": valid_share, "repeats": repeats,
-        "early_repeats": early_repeats, "early_steps": early_steps, "dtype": dtype,
+        "byte_steps": byte_steps, "dtype": dtype,
         "device": device, "recompute": recompute, "compile": compile_, "eval_every": eval_every,
         "eval_rows": eval_rows, "heads_every": heads_every, "checkpoint_every": checkpoint_every, "keep": keep,
     }  # fmt: skip

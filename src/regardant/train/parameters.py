@@ -4,8 +4,11 @@
 names of a Hugging Face checkpoint to tensors. Projections of one input (queries, keys and values; gate and up) are
 successive rows of one leaf, as the loader lays them out for inference. What goes to disk goes by checkpoint names.
 
-Matrices begin normal with deviation 0.02, those that write into the residual stream divided by √(2 · layers) (Radford
-et al. 2019), gains at 1.
+Matrices begin normal with deviation 1/√width, those that write into the residual stream divided by √(2 · layers)
+(Radford et al. 2019), gains at 1. All embeddings begin with one more direction in common, as long as they are: it adds
+the same to all logits, so it predicts nothing, but it gives queries and keys, which have no biases, something that is
+the same everywhere, which rotary positions can turn into a place to look at. Without it heads that look at the token
+before form late and in the last layers, and induction heads, which build on them, hardly at all (see LOG.md).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
     from regardant.lm.config import Config
 
-DEVIATION = 0.02
+_EMBEDDING = "model.embed_tokens.weight"
 _INTO_STREAM = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
@@ -62,14 +65,17 @@ class Parameters:
     def begin(self, seed: int, layers: int) -> None:
         """Give every weight its first value. They come from the CPU's generator, the same for every device."""
         generator = torch.Generator().manual_seed(seed)
+        deviation = self.leaves[_EMBEDDING].shape[1] ** -0.5
         with torch.no_grad():
             for name, tensor in self.named():
                 if tensor.ndim == 1:
                     tensor.fill_(1.0)
                     continue
                 scale = 1 / math.sqrt(2 * layers) if name.endswith(_INTO_STREAM) else 1.0
-                made = torch.randn(tensor.shape, generator=generator) * (DEVIATION * scale)
-                tensor.copy_(made)
+                made = torch.randn(tensor.shape, generator=generator)
+                if name == _EMBEDDING:
+                    made += torch.randn(tensor.shape[1], generator=generator)
+                tensor.copy_(made * (deviation * scale))
 
     def weights(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """The mapping that the model reads: views of the leaves, or of their copies in another type."""

@@ -302,7 +302,10 @@ def _assembled(folder: Path, chosen: Settings, facts: dict[str, Any]) -> Trainin
     train, valid = (data.Tokens(folder / DATA, name, facts) for name in data.PARTS)
     ordinary = np.setdiff1d(np.arange(config.vocab_size), np.asarray(facts["special"], np.int64))
     order = data.Order(len(train), chosen.context, chosen.seed)
-    early = chosen.early_repeats, chosen.early_steps * chosen.batch * chosen.accumulate
+    feed = data.Feed(train, order, chosen.repeats, facts["before"], ordinary)
+    if chosen.byte_steps:
+        rows = chosen.byte_steps * chosen.batch * chosen.accumulate
+        feed = dataclasses.replace(feed, spelt=rows, spelling=data.Spelling.of(folder / "tokenizer.json", facts["special"]))
     parameters = Parameters(config, chosen.device)
     return Training(
         folder=folder,
@@ -313,7 +316,7 @@ def _assembled(folder: Path, chosen: Settings, facts: dict[str, Any]) -> Trainin
         begin_token=facts["before"],
         train=train,
         valid=valid,
-        feed=data.Feed(train, order, chosen.repeats, early, facts["before"], ordinary),
+        feed=feed,
         parameters=parameters,
         optimiser=adamw(parameters, chosen),
     )

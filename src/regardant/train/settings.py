@@ -52,8 +52,8 @@ class Settings:
         lr: the highest learning rate. `schedule`: "cosine" or "trapezoid". `warmup`: steps of linear rise.
         weight_decay: on matrices only. `clip`: the longest gradient; 0 for any. `beta2`: AdamW's second average.
         seed: of weights, order and repeated rows. `valid_share`: documents set aside, as a share.
-        repeats: the share of rows that hold repeated random tokens instead of text; `early_repeats` is that share in
-            the first `early_steps`.
+        repeats: the share of rows that hold repeated random tokens instead of text.
+        byte_steps: steps at the beginning in which text is spelt byte by byte, and half of the rows repeat random bytes.
         dtype: "float32" or "bfloat16", what is computed in; weights and optimiser stay float32.
         device: "cpu", "cuda", ... `recompute`: compute activations again, do not keep them. `compile`: by torch.
         eval_every, heads_every, checkpoint_every: steps between. `eval_rows`: rows of a validation on the way.
@@ -84,8 +84,7 @@ class Settings:
     seed: int = 0
     valid_share: float = 0.05
     repeats: float = 0.0
-    early_repeats: float = 0.0
-    early_steps: int = 0
+    byte_steps: int = 0
     dtype: str = "float32"
     device: str = "cpu"
     recompute: bool = False
@@ -109,9 +108,9 @@ class Settings:
             self.heads % self.kv_heads == 0, "heads", f"a multiple of --kv-heads {self.kv_heads}", self.heads
         )
         _require(0 < self.lr < math.inf, "lr", "greater than 0", self.lr)
-        for name in ("warmup", "weight_decay", "clip", "seed", "early_steps"):
+        for name in ("warmup", "weight_decay", "clip", "seed", "byte_steps"):
             _require(0 <= getattr(self, name) < math.inf, name, "at least 0", getattr(self, name))
-        for name in ("valid_share", "repeats", "early_repeats", "beta2"):
+        for name in ("valid_share", "repeats", "beta2"):
             _require(0 <= getattr(self, name) < 1, name, "at least 0 and less than 1", getattr(self, name))
         _require(self.schedule in {"cosine", "trapezoid"}, "schedule", "cosine or trapezoid", self.schedule)
         _require(self.dtype in {"float32", "bfloat16"}, "dtype", "float32 or bfloat16", self.dtype)
@@ -210,7 +209,7 @@ def hugging_face_config(
         "attention_bias": False,
         **({"mlp_bias": False} if kind == "llama" else {}),
         "attention_dropout": 0.0,
-        "initializer_range": 0.02,
+        "initializer_range": chosen.width**-0.5,
         "dtype": "float32",
         "bos_token_id": bos,
         "eos_token_id": eos,
