@@ -2,14 +2,18 @@
 # The model `tiny` that the package holds: its texts, fetched by package and hash; the command that trains it; and how
 # the result gets into the package. Run it from the repository's root, in an environment with '.[lm,torch]' and pyppmd:
 #
-#     recipes/tiny.sh WORK            # two hours on two cores; cut off, the same command goes on
+#     recipes/tiny.sh WORK            # an hour on two cores; cut off, the same command goes on
 #
 # Texts (21 MB, all free): Shakespeare's plays and poems and Austen's six novels from Project Gutenberg's texts,
 # Moby-Dick, and the addresses on the State of the Union to 2021.
 #
 # What is fixed: the texts' hashes, the tokenizer (4,096 tokens, made from what is not set aside), seed 1, all flags.
-# A share of 0.1 of the rows holds random tokens, said again and again, instead of text, so that heads learn to look
-# for what followed last time. Whether these texts alone would have formed such heads in these steps was not tried.
+#
+# Natural text alone does not make heads that look for what followed last time in so short a training (LOG.md, "Training",
+# has what was tried). So in the first @BYTES@ steps the text is spelt byte by byte and half of the rows hold random bytes,
+# said again and again; of the rows after that, one in ten holds random tokens, said again.
+#
+@RESULT@
 set -euo pipefail
 work=${1:?usage: recipes/tiny.sh WORK}
 mkdir -p "$work/packages"

@@ -1,5 +1,7 @@
 """The benchmark's plain torch model computes what the loop does: gradients, clipping and updates included."""
 
+import math
+
 import pytest
 from benchmarks import train as benchmark
 
@@ -15,4 +17,5 @@ def test_both_sides_have_the_same_losses_step_by_step(shape):
         for name, step in steps.items()
     }
     assert losses["regardant"] == pytest.approx(losses["torch"], abs=benchmark.AGREE)
-    assert losses["torch"][0] == pytest.approx(8.3, abs=0.2)
+    # Random labels cost ln V at least, whatever is predicted (96 of them, so give or take).
+    assert math.log(benchmark.VOCABULARY) - 0.2 < losses["torch"][0] < 2 * math.log(benchmark.VOCABULARY)

@@ -99,8 +99,8 @@ def test_a_way_of_cutting_text_without_a_name_is_refused(small_run, tmp_path):
 
 def test_it_learns(small_run):
     losses = [record["valid_loss"] for record in report.records(small_run) if "valid_loss" in record]
-    assert losses[0] == pytest.approx(np.log(300), rel=0.02)
-    assert losses[-1] < losses[0] - 0.5
+    assert losses[0] > np.log(300)  # at first it knows nothing, or worse
+    assert losses[-1] < np.log(300) - 0.5
     checkpoints = sorted(path.name for path in (small_run / "checkpoints").iterdir())
     assert checkpoints == ["step-00000009", "step-00000012"]
     stage = load(small_run / "checkpoints" / "step-00000009")  # each checkpoint is a model too

@@ -92,7 +92,9 @@ def train(
     ] = None,
     byte_steps: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Steps of text spelt in bytes, half of it repeated random bytes, at first: 0."),
+        typer.Option(
+            metavar="N", help="Steps of text spelt in bytes, half of it repeated random bytes, at first: 0."
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="TYPE", help="float32 (the default) or bfloat16.")

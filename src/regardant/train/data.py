@@ -318,7 +318,9 @@ class Spelling:
             np.asarray([single[byte] for byte in range(_BYTES)], np.int64),
         )
 
-    def spell(self, ids_T: NDArray[np.int64], segments_T: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def spell(
+        self, ids_T: NDArray[np.int64], segments_T: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens of one byte for a row of any tokens, and their segments; at least as many."""
         counts_T, ends_V = self.counts_V[ids_T], np.cumsum(self.counts_V)
         ends_T = np.cumsum(counts_T)

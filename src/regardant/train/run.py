@@ -305,7 +305,9 @@ def _assembled(folder: Path, chosen: Settings, facts: dict[str, Any]) -> Trainin
     feed = data.Feed(train, order, chosen.repeats, facts["before"], ordinary)
     if chosen.byte_steps:
         rows = chosen.byte_steps * chosen.batch * chosen.accumulate
-        feed = dataclasses.replace(feed, spelt=rows, spelling=data.Spelling.of(folder / "tokenizer.json", facts["special"]))
+        feed = dataclasses.replace(
+            feed, spelt=rows, spelling=data.Spelling.of(folder / "tokenizer.json", facts["special"])
+        )
     parameters = Parameters(config, chosen.device)
     return Training(
         folder=folder,
