@@ -93,7 +93,7 @@ def train(
     byte_steps: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Steps of text spelt in bytes, half of it repeated random bytes, at first: 0."
+            metavar="N", help="Steps, at first, of text in single bytes and repeated random bytes: 0."
         ),
     ] = None,
     dtype: Annotated[

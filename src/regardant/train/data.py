@@ -284,7 +284,12 @@ def _generator(seed: int, use: int, number: int) -> np.random.Generator:
 
 @dataclasses.dataclass(frozen=True)
 class Spelling:
-    """What each token of a byte-level tokenizer is in tokens of one byte: `counts_V` of `flat_M` each; and the token of every byte."""
+    """What each token of a byte-level tokenizer is in tokens of one byte.
+
+    Attributes:
+        flat_M: these tokens, one token's behind the other's; `counts_V`: how many there are of each.
+        bytes_N: the token of every byte.
+    """
 
     flat_M: NDArray[np.int64]
     counts_V: NDArray[np.int64]
@@ -306,7 +311,8 @@ class Spelling:
         }
         if len(single) != _BYTES:
             raise UserError(
-                f"--byte-steps takes a tokenizer with a token for each of the {_BYTES} bytes; {path} has {len(single)}"
+                f"--byte-steps takes a tokenizer with a token for each of the {_BYTES} bytes; "
+                f"{path} has {len(single)}"
             )
         ids = [
             [index] if index in special else [single[byte] for byte in text]
@@ -335,7 +341,7 @@ class Feed:
 
     Attributes:
         repeats: the share of rows that hold repeated random tokens of `vocabulary` instead of text.
-        spelt: how many rows at the beginning hold bytes alone, in `spelling`: text, and random ones in every other row.
+        spelt: how many rows at the beginning hold single bytes, by `spelling`: of text, or, half of them, random ones.
     """
 
     tokens: Tokens
