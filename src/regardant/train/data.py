@@ -341,7 +341,7 @@ class Feed:
 
     Attributes:
         repeats: the share of rows that hold repeated random tokens of `vocabulary` instead of text.
-        spelt: how many rows at the beginning hold single bytes, by `spelling`: of text, or, half of them, random ones.
+        spelt: how many rows at the beginning hold single bytes, by `spelling`: of text, or, in half of them, random.
     """
 
     tokens: Tokens
