@@ -410,4 +410,5 @@ def repeated_row(
         segments.append(np.full(len(document), len(ids), np.int64)[:left])
         left -= len(document)
     ids_U, known_U, segments_U = (np.concatenate(parts) for parts in (ids, known, segments))
-    return ids_U[:-1], segments_U[:-1], np.where(known_U[1:], ids_U[1:], IGNORED)
+    labels_T: NDArray[np.int64] = np.where(known_U[1:], ids_U[1:], IGNORED)
+    return ids_U[:-1], segments_U[:-1], labels_T

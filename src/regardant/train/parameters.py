@@ -6,9 +6,9 @@ successive rows of one leaf, as the loader lays them out for inference. What goe
 
 Matrices begin normal with deviation 1/√width, those that write into the residual stream divided by √(2 · layers)
 (Radford et al. 2019), gains at 1. All embeddings begin with one more direction in common, as long as they are. It
-adds the same to all logits, so it predicts nothing, but it gives queries and keys, which have no biases, something that
-is the same everywhere, which rotary positions can turn into a place to look at. Without it heads that look at the token
-before form late and in the last layers, and induction heads, which build on them, hardly at all (see LOG.md).
+adds the same to all logits, so it predicts nothing, but it gives queries and keys, which have no biases, something
+that is the same everywhere, which rotary positions can turn into a place to look at. Without it heads that look at
+what came just before form late and in the last layers, where nothing can build on them (LOG.md, "Training").
 """
 
 from __future__ import annotations

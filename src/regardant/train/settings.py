@@ -53,7 +53,7 @@ class Settings:
         weight_decay: on matrices only. `clip`: the longest gradient; 0 for any. `beta2`: AdamW's second average.
         seed: of weights, order and repeated rows. `valid_share`: documents set aside, as a share.
         repeats: the share of rows that hold repeated random tokens instead of text.
-        byte_steps: steps, at the beginning, in which text is spelt byte by byte and half the rows repeat random bytes.
+        byte_steps: steps, at the beginning, of text spelt byte by byte; half the rows repeat random bytes.
         dtype: "float32" or "bfloat16", what is computed in; weights and optimiser stay float32.
         device: "cpu", "cuda", ... `recompute`: compute activations again, do not keep them. `compile`: by torch.
         eval_every, heads_every, checkpoint_every: steps between. `eval_rows`: rows of a validation on the way.
