@@ -409,6 +409,7 @@ def repeated_row(
         known.append(said[:left])
         segments.append(np.full(len(document), len(ids), np.int64)[:left])
         left -= len(document)
-    ids_U, known_U, segments_U = (np.concatenate(parts) for parts in (ids, known, segments))
-    labels_T: NDArray[np.int64] = np.where(known_U[1:], ids_U[1:], IGNORED)
-    return ids_U[:-1], segments_U[:-1], labels_T
+    ids_U: NDArray[np.int64] = np.concatenate(ids)
+    labels_U: NDArray[np.int64] = np.where(np.concatenate(known), ids_U, IGNORED)
+    segments_U: NDArray[np.int64] = np.concatenate(segments)
+    return ids_U[:-1], segments_U[:-1], labels_U[1:]
