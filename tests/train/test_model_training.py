@@ -194,5 +194,5 @@ def test_every_size_is_sound():
     for size in settings.SIZES:
         chosen = settings.settings(size, {})
         Config.from_hugging_face(settings.hugging_face_config(chosen, chosen.vocab_size, 0, 0))
-    with pytest.raises(UserError, match="--size must be one of nano, tiny"):
+    with pytest.raises(UserError, match="--size must be one of nano, micro"):
         settings.settings("huge", {})
