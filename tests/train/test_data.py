@@ -244,7 +244,9 @@ def test_bytes_that_are_no_tokens_cannot_be_spelt(tmp_path):
 
 
 def test_too_little_text_is_refused_with_the_way_out():
-    with pytest.raises(UserError, match=r"come to 20 tokens, and a row takes 33: .* --context of 19"):
+    with pytest.raises(
+        UserError, match=r"come to 20 tokens to learn from, and a row takes 33: .* --context of 19"
+    ):
         data.Order(20, 32, 0)
 
 

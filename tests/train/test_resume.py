@@ -1,6 +1,7 @@
 """Killed for real and gone on with: the same losses, bit for bit, and what may not have changed."""
 
 import json
+import math
 import os
 import resource
 import signal
@@ -128,9 +129,12 @@ def test_what_changed_is_refused_by_name(tmp_path, small_text):
         with pytest.raises(UserError, match=match):
             train(folder, named, given, resume=True, **options)
 
-    refused("begun with --width 32; got 64", {"width": 64})
+    refused("begun with --width 32; got --width 64", {"width": 64})
     refused("begun with --width 32; got --size micro, which has 192", size="micro")
-    refused("begun with --steps 6; got 7", {"steps": 7})
+    refused("begun with --steps 6; got --steps 7, with which .* other learning rates", {"steps": 7})
+    refused("begun with no --qk-norm; got --qk-norm", {"qk_norm": True})
+    refused("begun with --heads 2; got --heads 3", {"heads": 3})
+    refused("^--lr must be greater than 0; got nan", {"lr": math.nan})
     refused(
         "begun with other texts: .*other.txt is new", named=[story, _written(tmp_path / "other.txt", "x")]
     )
@@ -158,6 +162,22 @@ def test_what_changed_is_refused_by_name(tmp_path, small_text):
         tokens.write_bytes(changed)
         refused(f"train.ids.bin: {match}", named=())
     tokens.write_bytes(before)
+    starts = folder / "data" / "train.starts.bin"
+    before = starts.read_bytes()
+    starts.write_bytes(before[:-8] + bytes([before[-8] ^ 1]) + before[-7:])
+    refused("train.starts.bin: was changed since it was written", named=())
+    starts.write_bytes(before)
+    config = folder / "config.json"
+    before = config.read_bytes()
+    config.write_bytes(before[:-20])
+    refused("config.json is not that of", named=())
+    config.write_bytes(before)
+    metrics = folder / "metrics.jsonl"
+    before = metrics.read_text()
+    for damage in ("garbage", "[]", '{"loss": 1}', '{"step": null}'):
+        metrics.write_text(f"{damage}\n{before}")
+        refused("metrics.jsonl: line 1 is none that a training wrote", named=())
+    metrics.write_text(before)
     moved = _written(tmp_path / "moved.txt", story.read_text())
     train(folder, [moved], {**stopped, "keep": 3}, resume=True)  # the same text, and what may differ
     story.write_text(story.read_text().replace("king", "ring"))
@@ -167,20 +187,38 @@ def test_what_changed_is_refused_by_name(tmp_path, small_text):
     train(folder, [], resume=True)  # the token file is what counts, and it is as it was
 
 
+def test_a_state_of_another_meaning_or_version_is_refused(tmp_path, small_text):
+    folder = tmp_path / "run"
+    train(folder, [small_text], {**SMALL, "steps": 3})
+    path = folder / "checkpoints" / "step-00000003" / "state.json"
+    whole = json.loads(path.read_bytes())
+    for changed in ({"files": {}}, {**whole, "step": 2}, {**whole, "settings": {}}, []):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(UserError, match="step-00000003: is damaged"):
+            train(folder, [], resume=True)
+    later = {name: value for name, value in whole.items() if name != "sha256"} | {"version": 2}
+    path.write_text(json.dumps({**later, "sha256": checkpoint._digest(later)}))
+    with pytest.raises(UserError, match="is of version 2, and this regardant reads 1"):
+        train(folder, [], resume=True)
+    path.write_text(json.dumps(whole))
+    (folder / "metrics.jsonl").unlink()
+    assert "metrics.jsonl was gone" in train(folder, [], resume=True).notes[0]
+
+
 def test_steps_may_be_others_as_long_as_no_learning_rate_was(tmp_path, small_text):
     flat = {**SMALL, "schedule": "trapezoid", "warmup": 2, "steps": 10}
     train(tmp_path / "run", [small_text], flat, stop=_after(3))
     train(tmp_path / "run", [], {"steps": 20}, resume=True, stop=_after(3))
-    with pytest.raises(UserError, match="begun with --warmup 2; got 1"):
+    with pytest.raises(UserError, match="begun with --warmup 2; got --warmup 1"):
         train(tmp_path / "run", [], {"steps": 20, "warmup": 1}, resume=True)
     for few in (5, 6):  # too few, and a last side that would have begun with the last step made
-        with pytest.raises(UserError, match=f"begun with --steps 20; got {few}"):
+        with pytest.raises(UserError, match=f"begun with --steps 20; got --steps {few}"):
             train(tmp_path / "run", [], {"steps": few}, resume=True)
     train(tmp_path / "run", [], {"steps": 12}, resume=True)
     train(tmp_path / "whole", [small_text], {**flat, "steps": 12})
     losses = [[r for r in numbers(tmp_path / name) if "loss" in r] for name in ("run", "whole")]
     assert losses[0] == losses[1]
-    with pytest.raises(UserError, match="begun with --steps 12; got 13"):
+    with pytest.raises(UserError, match="begun with --steps 12; got --steps 13"):
         train(tmp_path / "run", [], {"steps": 13}, resume=True)
 
 

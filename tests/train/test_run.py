@@ -232,14 +232,28 @@ def test_estimate_tells_and_writes_nothing(tmp_path):
         (b"abc\x00", "is not text: it holds a NUL character"),
         (b"abc\xff", "is not UTF-8 text: byte 0xFF at offset 3"),
         (b"a short text", "a row takes 33: give more text, or a --context of"),
+        (b"\xef\xbb\xbf", "is empty"),
+        (b"a", "come to 2 tokens to learn from, and a row takes 33: give more text\n"),
     ],
 )
 def test_bad_texts_are_one_sentence(tmp_path, content, sentence):
     (tmp_path / "bad.txt").write_bytes(content)
-    done = regardant("train", "--data", tmp_path / "bad.txt", "--out", tmp_path / "run", *flags(SMALL))
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    (tmp_path / "there").mkdir()
+    for out in ("run", "there"):
+        done = regardant("train", "--data", tmp_path / "bad.txt", "--out", tmp_path / out, *flags(SMALL))
+        assert done.returncode == 2
+        assert sentence in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left == {"bad.txt", "there", "there/.lock"}
+
+
+def test_texts_that_are_all_set_aside(tmp_path):
+    (tmp_path / "a.txt").write_text(text(60_000), encoding="utf-8")
+    with pytest.raises(UserError, match=r"--valid-share 0.99 sets .* aside and leaves .* to learn from"):
+        train(tmp_path / "run", [tmp_path / "a.txt"], {**SMALL, "context": 15_000, "valid_share": 0.99})
+    training = train(tmp_path / "run", [tmp_path / "a.txt"], {**SMALL, "valid_share": 0.0, "steps": 1})
+    assert training.notes == []
 
 
 @pytest.mark.parametrize(
@@ -252,6 +266,18 @@ def test_bad_texts_are_one_sentence(tmp_path, content, sentence):
         (["--minutes", "0", "--out", "run"], "--minutes must be greater than 0"),
         (["--device", "tpu", "--out", "run"], "--device must be one of"),
         (["--size", "huge", "--estimate"], "--size must be one of"),
+        (
+            ["--seed", str(1 << 64), "--estimate"],
+            "--seed must be from 0 to 2,147,483,647; got 18446744073709551616",
+        ),
+        (["--vocab-size", str(1 << 62), "--estimate"], "--vocab-size must be from 257"),
+        (["--width", "100000000", "--estimate"], "must fit this machine's"),
+        (["--batch", "2000000000", "--estimate"], "must fit this machine's"),
+        (["--layers", str(1 << 70), "--estimate"], "--layers must be from 1 to"),
+        (["--data", "", "--out", "run"], "--data must name a file"),
+        (["--data", "x" * 300, "--out", "run"], "cannot read xxx"),
+        (["--data", "~nobody-of-this-name/x", "--out", "run"], "there is no such user"),
+        (["--data", ".", "--out", "y" * 300], "cannot write yyy"),
     ],
 )
 def test_bad_commands_are_one_sentence(tmp_path, arguments, sentence):

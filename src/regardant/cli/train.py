@@ -1,9 +1,10 @@
 """`regardant train`: learn a language model from plain text, and go on with one that was interrupted.
 
 JSON, when it ends: an object with `run`, `step`, `steps`, `parameters`, `seconds`, `last_loss`, `last_valid_loss`,
-`last_valid_nats_per_byte` (the last validation on the way), `valid_loss` and `valid_nats_per_byte` (over all that was
-set aside, once the last step is made), `induction` and `previous` (the four best heads: `layer`, `head`, `score`),
-`page`, and `notes`. With --estimate: `parameters`, `parameter_bytes`, `memory`, `tokens_per_s`, `tokens`, `hours`.
+`last_valid_nats_per_byte` (the last validation on the way), `last_tokens` (positions learned from), `valid_loss` and
+`valid_nats_per_byte` (over all that was set aside, once the last step is made), `induction` and `previous` (the four
+best heads: `layer`, `head`, `score`), `page`, and `notes`. With --estimate: `parameters`, `parameter_bytes`,
+`memory`, `tokens_per_s`, `tokens`, `hours`.
 """
 
 from __future__ import annotations

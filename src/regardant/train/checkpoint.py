@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import secrets
@@ -82,7 +83,8 @@ def save(
             for name in (MODEL, OPTIMISER):  # the package lets nobody but the owner read what it writes
                 shutil.copymode(part / BESIDE[0], part / name)
             files = {path.name: fingerprint(path) for path in sorted(part.iterdir())}
-            write_json(part / STATE, {**state, "files": files})
+            whole = {**state, "files": files}
+            write_json(part / STATE, {**whole, "sha256": _digest(whole)})
             sync(*part.iterdir(), part)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
@@ -120,12 +122,18 @@ def newest(run: Path) -> Checkpoint | None:
     way_out = "delete it to go on from the one before" if len(there) > 1 else "train anew in another folder"
     try:
         state = json.loads((folder / STATE).read_bytes())
-        wrong = [name for name, sha256 in state["files"].items() if fingerprint(folder / name) != sha256]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        wrong = [] if state.pop("sha256") == _digest(state) else [STATE]
+        wrong += [name for name, sha256 in state["files"].items() if fingerprint(folder / name) != sha256]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: is damaged ({error}); {way_out}") from None
     if wrong:
         raise UserError(f"{folder}: is damaged, {wrong[0]} is not what was written; {way_out}")
     return Checkpoint(folder, state)
+
+
+def _digest(state: dict[str, Any]) -> str:
+    """Tell a state from any other, by its meaning: the order of names and the spacing do not count."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def restore(checkpoint: Checkpoint, parameters: Parameters, optimiser: torch.optim.AdamW) -> None:

@@ -39,6 +39,7 @@ _TOGETHER = 16  # documents handed to the tokenizer at a time
 _FEW = 4  # random tokens that are said again, at least
 _EARLY = 0.5  # of the rows that are spelt in bytes: those of random ones
 _BYTES = 256
+_SHORTEST = 2  # tokens of a row
 
 # What the seed is used for: the numbers of one use tell nothing of another's.
 _OFFSETS, _ORDER, _REPEATED, _WHICH = range(4)
@@ -150,6 +151,7 @@ class _Writer:
             "documents": self.documents,
             "bytes": self.bytes,
             "sha256": self.digest.hexdigest(),
+            "starts_sha256": texts.fingerprint(self.starts),
         }
 
 
@@ -181,8 +183,9 @@ class Tokens:
         self.path = folder / f"{name}.ids.bin"
         count, documents = facts[name]["tokens"], facts[name]["documents"]
         self.ids_N = _mapped(self.path, np.dtype(facts["type"]), count)
-        self.starts_D = _mapped(folder / f"{name}.starts.bin", np.dtype("<i8"), documents)
-        self.sha256: str = facts[name]["sha256"]
+        starts = folder / f"{name}.starts.bin"
+        self.starts_D = _mapped(starts, np.dtype("<i8"), documents)
+        self._written = {self.path: facts[name]["sha256"], starts: facts[name]["starts_sha256"]}
         self.bytes: int = facts[name]["bytes"]
         # Where a document's end is told by what begins the next, that is a label like any other.
         self.ends_are_told = facts["before"] is not None and facts["before"] == facts["after"]
@@ -191,13 +194,14 @@ class Tokens:
         return len(self.ids_N)
 
     def check(self) -> None:
-        """Compare the file with the SHA-256 that it was written with.
+        """Compare the ids, and where documents begin, with the SHA-256 that they were written with.
 
         Raises:
             UserError: they differ.
         """
-        if texts.fingerprint(self.path) != self.sha256:
-            raise UserError(f"{self.path}: was changed since it was written; train anew in another folder")
+        for path, sha256 in self._written.items():
+            if texts.fingerprint(path) != sha256:
+                raise UserError(f"{path}: was changed since it was written; train anew in another folder")
 
     def rows(self, firsts_B: NDArray[np.int64], T: int) -> Batch:
         """The rows that begin at `firsts_B`, T positions each; where the file ends, labels are `IGNORED`."""
@@ -230,9 +234,10 @@ class Order:
 
     def __init__(self, tokens: int, T: int, seed: int) -> None:
         if tokens < T + 1:
+            shorter = f", or a --context of {tokens - 1:,} at most" if tokens - 1 >= _SHORTEST else ""
             raise UserError(
-                f"the texts come to {tokens:,} tokens, and a row takes {T + 1:,}: give more text, or a --context of "
-                f"{tokens - 1:,} at most"
+                f"the texts come to {tokens:,} tokens to learn from, and a row takes {T + 1:,}: "
+                f"give more text{shorter}"
             )
         self.T, self.seed = T, seed
         # A pass begins less than `slack` tokens in; what is left is cut into rows, one more label behind each.

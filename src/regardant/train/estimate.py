@@ -1,6 +1,7 @@
 """What a training will take, before it starts: parameters, memory, tokens per second, hours.
 
-The speed and the memory are measured, by a few real steps on random tokens; nothing is written. Refused: nothing.
+The speed and the memory are measured, by a few real steps on random tokens; nothing is written. Refused: what
+this machine has not the memory for.
 """
 
 from __future__ import annotations
@@ -16,13 +17,10 @@ import numpy as np
 from regardant.lm.config import Config
 from regardant.train import data, loop, settings
 from regardant.train.optimiser import adamw, clip
-from regardant.train.parameters import Parameters
+from regardant.train.parameters import BYTES_A_PARAMETER, Parameters, require_memory
 
 if TYPE_CHECKING:
     from regardant.train.settings import Settings
-
-# AdamW keeps four numbers of four bytes for each that is learned: itself, its gradient, two averages.
-BYTES_A_PARAMETER = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +41,7 @@ def estimate(chosen: Settings, vocab_size: int, seconds: float = 5.0) -> Estimat
     The first does not count: it makes the optimiser's averages, and compiles, where that is asked for.
     """
     config = Config.from_hugging_face(settings.hugging_face_config(chosen, vocab_size, 0, 0))
+    require_memory(config, chosen)
     parameters = Parameters(config, chosen.device)
     parameters.begin(chosen.seed, chosen.layers)
     optimiser = adamw(parameters, chosen)

@@ -189,6 +189,7 @@ def train(training: Training, stop: Callable[[], bool], show: Callable[[Progress
         try:
             loss, length = update(training)
         except DivergedError as error:
+            report.write(training.folder)
             raise UserError(
                 f"{error}; {_last_good(training)}; a lower --lr or a longer --warmup may help"
             ) from None

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import sys
 from typing import TYPE_CHECKING
 
 import torch
 
+from regardant.errors import UserError
 from regardant.lm.model import expected_weights
 from regardant.lm.weights import together
 
@@ -26,8 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from regardant.lm.config import Config
+    from regardant.train.settings import Settings
 
 _EMBEDDING = "model.embed_tokens.weight"
+# AdamW keeps four numbers of four bytes for each that is learned: itself, its gradient, two averages.
+BYTES_A_PARAMETER = 16
 _INTO_STREAM = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
@@ -95,6 +101,28 @@ class Parameters:
     def count(self) -> int:
         """How many numbers are learned."""
         return sum(leaf.numel() for leaf in self.leaves.values())
+
+
+def require_memory(config: Config, chosen: Settings) -> None:
+    """Refuse what the machine cannot hold, before the system kills for it: weights, and the streams of one batch.
+
+    What a training takes is more; `estimate` measures that. On another device, or where the system does not tell how
+    much memory there is, nothing is refused here.
+
+    Raises:
+        UserError: they take more than all of this machine's memory.
+    """
+    if chosen.device != "cpu" or sys.platform == "win32":
+        return
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    weights = BYTES_A_PARAMETER * sum(math.prod(shape) for shape in expected_weights(config).values())
+    streams = 4 * chosen.batch * chosen.context * chosen.width * chosen.layers
+    if weights + streams > there:
+        raise UserError(
+            f"--width {chosen.width}, --layers {chosen.layers} and --batch {chosen.batch} must fit this machine's "
+            f"{there / 1e9:,.0f} GB of memory; weights and averages take {weights / 1e9:,.0f} GB, and one batch's "
+            f"streams {streams / 1e9:,.0f} GB"
+        )
 
 
 def _part(whole: torch.Tensor, place: Place) -> torch.Tensor:

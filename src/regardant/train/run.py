@@ -31,7 +31,7 @@ from regardant.lm.config import Config
 from regardant.lm.fetch import try_lock
 from regardant.train import checkpoint, data, settings, texts, vocabulary
 from regardant.train.optimiser import adamw, learning_rate
-from regardant.train.parameters import Parameters
+from regardant.train.parameters import Parameters, require_memory
 from regardant.writing import reason
 
 if TYPE_CHECKING:
@@ -98,17 +98,20 @@ class Training:
 
 
 def checkpoint_config(folder: Path) -> dict[str, Any]:
-    """The contents of a folder's config.json."""
-    content: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    """The contents of a folder's config.json; of one that is missing or damaged, nothing."""
+    try:
+        content: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
     return content
 
 
 @contextlib.contextmanager
-def _written(path: Path) -> Iterator[None]:
+def _written(path: Path, left: str = "the last checkpoint is as it was") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {reason(error)}; the last checkpoint is as it was") from error
+        raise UserError(f"cannot write {path}: {reason(error)}; {left}") from error
 
 
 @contextlib.contextmanager
@@ -119,6 +122,7 @@ def locked(folder: Path) -> Iterator[None]:
         UserError: it cannot be made or written, or another process trains in it.
     """
     try:
+        made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -129,6 +133,9 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+        if made and [path.name for path in folder.iterdir()] == [LOCK]:  # nothing was begun
+            (folder / LOCK).unlink()
+            folder.rmdir()
 
 
 def refuse_what_is_no_run(folder: Path) -> None:
@@ -137,8 +144,11 @@ def refuse_what_is_no_run(folder: Path) -> None:
     Raises:
         UserError: it does.
     """
-    if not folder.exists() or (folder / RUN).is_file():
-        return
+    try:
+        if not folder.exists() or (folder / RUN).is_file():
+            return
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {reason(error)}") from None
     if not folder.is_dir():
         raise UserError(f"{folder}: is a file; --out takes a folder")
     inside = sorted(path.name for path in folder.iterdir() if path.name != LOCK)
@@ -193,11 +203,33 @@ def _begin(
 ) -> Training:
     paths = texts.find(named)
     _check_texts(paths)
-    with _written(folder):
-        checkpoint.clear(folder)
-        (folder / METRICS).unlink(missing_ok=True)
+    try:
+        return _made(folder, paths, tokenizer, chosen, report)
+    except BaseException:  # nothing half made stays
+        _unmake(folder)
+        raise
+
+
+def _unmake(folder: Path) -> None:
+    checkpoint.clear(folder)
+    shutil.rmtree(folder / DATA, ignore_errors=True)
+    for name in (RUN, METRICS, *checkpoint.BESIDE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _made(
+    folder: Path,
+    paths: list[Path],
+    tokenizer: Path | None,
+    chosen: Settings,
+    report: Callable[[int, int, str], None] | None,
+) -> Training:
+    with _written(folder, "nothing was begun"):
+        _unmake(folder)
         checkpoint.write_json(folder / RUN, {"version": _VERSION, "settings": chosen.plain()})
         made, beside = _tokenizer(folder, paths, tokenizer, chosen, report)
+        if chosen.byte_steps:  # refused before any data is made
+            data.Spelling.of(tokenizer or folder / "tokenizer.json", made.get_added_tokens_decoder())
         facts = _data(folder, paths, made, beside, chosen, report)
         bos, eos = facts["before"], facts["after"]
         mapping = settings.hugging_face_config(chosen, facts["vocab_size"], bos, eos)
@@ -209,7 +241,7 @@ def _begin(
     training = _assembled(folder, chosen, facts)
     training.parameters.begin(chosen.seed, chosen.layers)
     torch.manual_seed(chosen.seed)
-    if not len(training.valid):
+    if not len(training.valid) and chosen.valid_share > 0:
         training.notes.append("no document could be set aside for validation: the texts are one document")
     return training
 
@@ -289,7 +321,13 @@ def _data(
     facts["vocab_size"] = 1 + max(made.get_vocab(with_added_tokens=True).values())
     facts["special"] = sorted(made.get_added_tokens_decoder())
     checkpoint.write_json(part / "data.json", facts)
-    data.Order(facts["train"]["tokens"], chosen.context, chosen.seed)  # too little text is found here
+    left, aside = (facts[name]["tokens"] for name in data.PARTS)
+    if left <= chosen.context < aside:
+        raise UserError(
+            f"--valid-share {chosen.valid_share} sets {aside:,} tokens aside and leaves {left:,} to learn from, "
+            f"and a row takes {chosen.context + 1:,}: give more text, or a smaller share"
+        )
+    data.Order(left, chosen.context, chosen.seed)  # too little text is found here
     checkpoint.sync(*part.iterdir(), part)
     shutil.rmtree(folder / DATA, ignore_errors=True)
     part.rename(folder / DATA)
@@ -308,6 +346,7 @@ def _assembled(folder: Path, chosen: Settings, facts: dict[str, Any]) -> Trainin
         feed = dataclasses.replace(
             feed, spelt=rows, spelling=data.Spelling.of(folder / "tokenizer.json", facts["special"])
         )
+    require_memory(config, chosen)
     parameters = Parameters(config, chosen.device)
     return Training(
         folder=folder,
@@ -336,6 +375,11 @@ def _go_on(
     given: Mapping[str, Any],
 ) -> Training:
     state = last.state
+    if state["version"] != _VERSION:
+        raise UserError(
+            f"{last.folder}: is of version {state['version']}, and this regardant reads {_VERSION}; "
+            "train anew in another folder"
+        )
     free = settings.FREE
     if _steps_may_change(state["settings"], given, last.step):
         free |= {"steps"}
@@ -343,7 +387,7 @@ def _go_on(
     facts = state["data"]
     _same_tokenizer(folder, state, tokenizer)
     _same_texts(folder, facts, named)
-    if not (folder / "config.json").is_file() or checkpoint_config(folder) != state["config"]:
+    if checkpoint_config(folder) != state["config"]:
         raise UserError(
             f"{folder}: its config.json is not that of {last.folder}: put that one back, or train in another folder"
         )
@@ -352,6 +396,8 @@ def _go_on(
         part.check()
     checkpoint.restore(last, training.parameters, training.optimiser)
     training.step, training.seconds = last.step, state["seconds"]
+    if not (folder / METRICS).exists():
+        training.notes.append(f"{METRICS} was gone, and begins anew behind step {last.step}")
     with _written(folder / METRICS):
         checkpoint.clear(folder)
         checkpoint.show(folder, last.folder)
@@ -374,9 +420,10 @@ def _steps_may_change(before: Mapping[str, Any], given: Mapping[str, Any], done:
 
 
 def _same_tokenizer(folder: Path, state: dict[str, Any], given: Path | None) -> None:
-    for path in (folder / "tokenizer.json", *([] if given is None else [given])):
-        if texts.fingerprint(path) != state["tokenizer_sha256"]:
-            raise UserError(f"{path}: is not the tokenizer that {folder} was begun with; put that one back")
+    ours = folder / "tokenizer.json"
+    for path, way_out in ((ours, "put that one back"), (given, "leave --tokenizer out to go on")):
+        if path is not None and texts.fingerprint(path) != state["tokenizer_sha256"]:
+            raise UserError(f"{path}: is not the tokenizer that {folder} was begun with; {way_out}")
 
 
 def _same_texts(folder: Path, facts: dict[str, Any], named: Sequence[str]) -> None:
@@ -402,8 +449,18 @@ def _forget_after(path: Path, step: int) -> None:
         return
     temporary = path.with_name(".writing-metrics")
     with path.open(encoding="utf-8") as file, temporary.open("w", encoding="utf-8") as kept:
-        for line in file:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
+        for number, line in enumerate(file, 1):
+            if line.endswith("\n") and _step(path, number, line) <= step:
                 kept.write(line)
     checkpoint.sync(temporary)
     temporary.replace(path)
+
+
+def _step(path: Path, number: int, line: str) -> int:
+    try:
+        step: int = json.loads(line)["step"] + 0
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{path}: line {number} is none that a training wrote; take it out, or delete the file"
+        ) from None
+    return step

@@ -35,6 +35,8 @@ SIZES = {
     "base": _shape(768, 12, 12, 12, 1024, 32, 6e-4),  # 88M
 }
 DEFAULT_SIZE = "nano"
+_MOST = (1 << 31) - 1  # of anything that is counted
+_DEEPEST, _VOCABULARY = 10_000, 1 << 20
 
 # What may differ from one sitting to the next without a number of the loss curve changing.
 FREE = frozenset({"checkpoint_every", "keep"})
@@ -98,17 +100,27 @@ class Settings:
     def __post_init__(self) -> None:
         whole = ("width", "layers", "heads", "kv_heads", "context", "batch", "ffn", "accumulate", "steps")
         for name in (*whole, "eval_every", "heads_every", "checkpoint_every", "eval_rows", "keep"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+            _require(1 <= getattr(self, name) <= _MOST, name, f"from 1 to {_MOST:,}", getattr(self, name))
+        _require(self.layers <= _DEEPEST, "layers", f"from 1 to {_DEEPEST:,}", self.layers)
         _require(self.context >= 2, "context", "at least 2", self.context)
-        _require(self.window is None or self.window >= 1, "window", "at least 1", self.window)
-        _require(self.vocab_size >= 257, "vocab_size", "at least 257, the bytes and an end", self.vocab_size)
+        _require(
+            self.window is None or 1 <= self.window <= _MOST, "window", f"from 1 to {_MOST:,}", self.window
+        )
+        _require(
+            257 <= self.vocab_size <= _VOCABULARY,
+            "vocab_size",
+            f"from 257, the bytes and an end, to {_VOCABULARY:,}",
+            self.vocab_size,
+        )
         _require(self.width % self.heads == 0, "width", f"a multiple of --heads {self.heads}", self.width)
         _require(self.width // self.heads % 2 == 0, "width", "an even number for each head", self.width)
         _require(
             self.heads % self.kv_heads == 0, "heads", f"a multiple of --kv-heads {self.kv_heads}", self.heads
         )
         _require(0 < self.lr < math.inf, "lr", "greater than 0", self.lr)
-        for name in ("warmup", "weight_decay", "clip", "seed", "byte_steps"):
+        for name in ("warmup", "byte_steps", "seed"):
+            _require(0 <= getattr(self, name) <= _MOST, name, f"from 0 to {_MOST:,}", getattr(self, name))
+        for name in ("weight_decay", "clip"):
             _require(0 <= getattr(self, name) < math.inf, name, "at least 0", getattr(self, name))
         for name in ("valid_share", "repeats", "beta2"):
             _require(0 <= getattr(self, name) < 1, name, "at least 0 and less than 1", getattr(self, name))
@@ -168,14 +180,32 @@ def restored(
     ):  # what a size stands for beside what is given, a number of heads that follows from another too
         whole = settings(size, given)
         now |= {name: getattr(whole, name) for name in SIZES[size]}
+    for name, value in given.items():
+        try:  # what no training can have is said as such
+            dataclasses.replace(before, **{name: value})
+        except UserError as error:
+            if str(error).startswith(f"--{name.replace('_', '-')} "):
+                raise
     for name, value in now.items():
         if name not in free and getattr(before, name) != value:
-            what = str(value) if name in given else f"--size {size}, which has {value}"
+            what = _flag(name, value) if name in given else f"--size {size}, which has {value}"
+            why = (
+                ", with which steps already made would have had other learning rates"
+                if name == "steps"
+                else ""
+            )
             raise UserError(
-                f"{run} was begun with --{name.replace('_', '-')} {getattr(before, name)}; got {what}: "
+                f"{run} was begun with {_flag(name, getattr(before, name))}; got {what}{why}: "
                 "leave it out to go on, or choose another folder"
             )
     return dataclasses.replace(before, **{name: given[name] for name in free & given.keys()})
+
+
+def _flag(name: str, value: object) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool) or value is None:
+        return flag if value else f"no {flag}"
+    return f"{flag} {value}"
 
 
 def hugging_face_config(

@@ -45,6 +45,16 @@ def find(named: Sequence[str]) -> list[Path]:
 
 
 def _named(name: str) -> list[Path]:
+    if not name:
+        raise UserError("--data must name a file, a folder or a pattern; got an empty name")
+    try:
+        return _found(name)
+    except (OSError, RuntimeError) as error:  # a name that is too long, or a home that is nobody's
+        why = reason(error) if isinstance(error, OSError) else "there is no such user"
+        raise UserError(f"cannot read {name}: {why}") from None
+
+
+def _found(name: str) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_dir():
         inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
@@ -91,7 +101,7 @@ def documents(path: Path, digest: Any = None, report: Callable[[int], None] | No
     except OSError as error:
         raise UserError(f"cannot read {path}: {reason(error)}") from None
     pending += _decoded(path, decoder, b"", at)
-    if at == 0:
+    if at <= len(codecs.BOM_UTF8) and not pending:
         raise UserError(f"{path}: is empty")
     if pending:
         yield pending
