@@ -3,7 +3,7 @@
 import json
 import math
 import os
-import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -258,9 +258,10 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, small_text):
     train(folder, [small_text], {**SMALL, "steps": 3, "checkpoint_every": 3})
     size = (folder / "checkpoints/step-00000003/optimiser.safetensors").stat().st_size
     other = tmp_path / "other"
-    limited = regardant(
-        "train", "--data", small_text, "--out", other, *flags({**SMALL, "steps": 3}),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, size - 1)), env=ENVIRONMENT,
+    begun = shlex.join(command("train", "--data", small_text, "--out", other, *flags({**SMALL, "steps": 3})))
+    limited = subprocess.run(
+        ["bash", "-c", f"ulimit -f {(size - 1) // 1024}; exec {begun}"],
+        capture_output=True, text=True, check=False, env=ENVIRONMENT,
     )  # fmt: skip
     assert limited.returncode == 2, limited.stderr
     assert "cannot write a checkpoint in" in limited.stderr
