@@ -8,8 +8,8 @@
 # Moby-Dick, and the addresses on the State of the Union to 2021.
 #
 # What is fixed: the texts' hashes, the tokenizer (4,096 tokens, made from what is not set aside), seed 1, all flags. Of the
-# rows, one in ten holds random tokens, said again. That has not made heads that look for what followed last time in the
-# first 1,000 steps (LOG.md, "Training", has what was tried); these flags have not been run to their end yet.
+# rows, one in ten holds random tokens, said again. These flags have not been run to their end yet. In 1,000 steps of an
+# earlier state of the loop they made no heads that look for what followed last time (LOG.md, "Training").
 set -euo pipefail
 work=${1:?usage: recipes/tiny.sh WORK}
 mkdir -p "$work/packages"

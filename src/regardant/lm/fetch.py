@@ -152,8 +152,8 @@ def bundled_model(name: str) -> Path:
     folder = Path(__file__).parent.parent / "models" / name
     if not (folder / "config.json").is_file():
         raise FetchError(
-            f"{name}: this installation does not hold the model; install a released wheel, "
-            f"or train it with recipes/{name}.sh and give the run folder"
+            f"{name}: this installation does not hold the model; recipes/{name}.sh trains it and "
+            "puts it there, or give the run folder's path"
         )
     return folder
 

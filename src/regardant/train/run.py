@@ -133,7 +133,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-        if made and [path.name for path in folder.iterdir()] == [LOCK]:  # nothing was begun
+        if made and [path.name for path in folder.glob("*")] == [LOCK]:  # nothing was begun
             (folder / LOCK).unlink()
             folder.rmdir()
 
@@ -206,7 +206,8 @@ def _begin(
     try:
         return _made(folder, paths, tokenizer, chosen, report)
     except BaseException:  # nothing half made stays
-        _unmake(folder)
+        with contextlib.suppress(OSError):  # what went wrong first is what is said
+            _unmake(folder)
         raise
 
 
