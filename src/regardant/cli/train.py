@@ -91,11 +91,9 @@ def train(
     repeats: Annotated[
         float | None, typer.Option(metavar="X", help="Rows of repeated random tokens instead of text: 0.")
     ] = None,
-    byte_steps: Annotated[
+    repeat_steps: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="Steps, at first, of text in single bytes and repeated random bytes: 0."
-        ),
+        typer.Option(metavar="N", help="Steps, at first, with half the rows of that kind: 0."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="TYPE", help="float32 (the default) or bfloat16.")
@@ -130,7 +128,7 @@ def train(
         "window": window, "qk_norm": qk_norm, "vocab_size": vocab_size, "batch": batch, "accumulate": accumulate,
         "steps": steps, "lr": lr, "schedule": schedule, "warmup": warmup, "weight_decay": weight_decay, "clip": clip,
         "beta2": beta2, "seed": seed, "valid_share": valid_share, "repeats": repeats,
-        "byte_steps": byte_steps, "dtype": dtype,
+        "repeat_steps": repeat_steps, "dtype": dtype,
         "device": device, "recompute": recompute, "compile": compile_, "eval_every": eval_every,
         "eval_rows": eval_rows, "heads_every": heads_every, "checkpoint_every": checkpoint_every, "keep": keep,
     }  # fmt: skip

@@ -25,7 +25,7 @@ from regardant.errors import UserError
 from regardant.train import texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from typing import TypeAlias
 
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 PARTS = ("train", "valid")
 IGNORED = -1  # a label that takes no part in the loss
 _TOGETHER = 16  # documents handed to the tokenizer at a time
-_FEW = 4  # random tokens that are said again, at least
-_EARLY = 0.5  # of the rows that are spelt in bytes: those of random ones
-_BYTES = 256
+_FEW = 2  # random tokens that are said again, at least
+_EARLY = 0.5  # the share of rows of repeated random tokens, in the beginning that asks for it
 _SHORTEST = 2  # tokens of a row
 
 # What the seed is used for: the numbers of one use tell nothing of another's.
@@ -288,65 +287,12 @@ def _generator(seed: int, use: int, number: int) -> np.random.Generator:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spelling:
-    """What each token of a byte-level tokenizer is in tokens of one byte.
-
-    Attributes:
-        flat_M: these tokens, one token's behind the other's; `counts_V`: how many there are of each.
-        bytes_N: the token of every byte.
-    """
-
-    flat_M: NDArray[np.int64]
-    counts_V: NDArray[np.int64]
-    bytes_N: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, path: Path, special: Collection[int]) -> Spelling:
-        """The spelling of a `tokenizer.json`; the special tokens, by number, stand for themselves.
-
-        Raises:
-            UserError: some byte is no token of its own.
-        """
-        from regardant.lm.tokenizer import Tokenizer
-
-        tokenizer = Tokenizer.from_file(path)
-        spelt = [tokenizer.token_bytes(index) for index in range(tokenizer.vocab_size)]
-        single = {
-            text[0]: index for index, text in enumerate(spelt) if len(text) == 1 and index not in special
-        }
-        if len(single) != _BYTES:
-            raise UserError(
-                f"--byte-steps takes a tokenizer with a token for each of the {_BYTES} bytes; "
-                f"{path} has {len(single)}"
-            )
-        ids = [
-            [index] if index in special else [single[byte] for byte in text]
-            for index, text in enumerate(spelt)
-        ]
-        return cls(
-            np.asarray([byte for token in ids for byte in token], np.int64),
-            np.asarray([len(token) for token in ids], np.int64),
-            np.asarray([single[byte] for byte in range(_BYTES)], np.int64),
-        )
-
-    def spell(
-        self, ids_T: NDArray[np.int64], segments_T: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens of one byte for a row of any tokens, and their segments; at least as many."""
-        counts_T, ends_V = self.counts_V[ids_T], np.cumsum(self.counts_V)
-        ends_T = np.cumsum(counts_T)
-        within = np.arange(ends_T[-1]) - np.repeat(ends_T - counts_T, counts_T)
-        first = np.repeat(ends_V[ids_T] - counts_T, counts_T)
-        return self.flat_M[first + within], np.repeat(segments_T, counts_T)
-
-
-@dataclasses.dataclass(frozen=True)
 class Feed:
     """The batches of a training, by the number of rows drawn before.
 
     Attributes:
         repeats: the share of rows that hold repeated random tokens of `vocabulary` instead of text.
-        spelt: how many rows at the beginning hold single bytes, by `spelling`: of text, or, in half of them, random.
+        early: how many rows at the beginning take a share of a half instead.
     """
 
     tokens: Tokens
@@ -354,37 +300,19 @@ class Feed:
     repeats: float
     begin: int | None
     vocabulary: NDArray[np.int64]
-    spelt: int = 0
-    spelling: Spelling | None = None
+    early: int = 0
 
     def batch(self, drawn: int, rows: int) -> Batch:
         """Rows number `drawn` to `drawn + rows`."""
         batch = self.tokens.rows(self.order.firsts(drawn, rows), self.order.T)
         for row, number in enumerate(range(drawn, drawn + rows)):
-            early = self.spelling if number < self.spelt else None
-            share = self.repeats if early is None else _EARLY
-            made = None
+            share = _EARLY if number < self.early else self.repeats
             if share > 0 and _generator(self.order.seed, _WHICH, number).random() < share:
-                vocabulary = self.vocabulary if early is None else early.bytes_N
-                made = repeated_row(
-                    _generator(self.order.seed, _REPEATED, number), vocabulary, self.begin, self.order.T
+                random = _generator(self.order.seed, _REPEATED, number)
+                batch.ids_BT[row], batch.segments_BT[row], batch.labels_BT[row] = repeated_row(
+                    random, self.vocabulary, self.begin, self.order.T
                 )
-            elif early is not None:
-                made = self._spelt(early, batch.ids_BT[row], batch.segments_BT[row])
-            if made is not None:
-                batch.ids_BT[row], batch.segments_BT[row], batch.labels_BT[row] = made
         return batch
-
-    def _spelt(self, spelling: Spelling, ids_T: NDArray[np.int64], segments_T: NDArray[np.int64]) -> _Row:
-        ids_M, segments_M = spelling.spell(ids_T, segments_T)
-        T = self.order.T
-        labels_T = np.full(T, IGNORED, np.int64)
-        following = ids_M[1 : T + 1]
-        labels_T[: len(following)] = following
-        if not self.tokens.ends_are_told:
-            ends = segments_M[1 : T + 1] != segments_M[: len(following)]
-            labels_T[: len(following)][ends] = IGNORED
-        return ids_M[:T], segments_M[:T], labels_T
 
 
 def repeated_row(
@@ -392,7 +320,7 @@ def repeated_row(
 ) -> _Row:
     """A row of documents of random tokens, each said twice to four times: ids, segments and labels, (T,) each.
 
-    A document says from four tokens to half a row, lengths drawn with a density of 1/length²: what is short, where
+    A document says from two tokens to half a row, lengths drawn with a density of 1/length²: what is short, where
     weights are still spread over all and yet find the earlier copy, fills as many rows as what is long. (Lengths from
     an eighth of a row on taught nothing in 1,000 steps.) Labels are `IGNORED` for what was not said before.
     """

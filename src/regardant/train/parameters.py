@@ -4,11 +4,12 @@
 names of a Hugging Face checkpoint to tensors. Projections of one input (queries, keys and values; gate and up) are
 successive rows of one leaf, as the loader lays them out for inference. What goes to disk goes by checkpoint names.
 
-Matrices begin normal with deviation 1/√width, those that write into the residual stream divided by √(2 · layers)
-(Radford et al. 2019), gains at 1. All embeddings begin with one more direction in common, as long as they are. It
-adds the same to all logits, so it predicts nothing, but it gives queries and keys, which have no biases, something
-that is the same everywhere, which rotary positions can turn into a place to look at. Without it heads that look at
-what came just before form late and in the last layers, where nothing can build on them (LOG.md, "Training").
+Embeddings begin normal with deviation 1/√width, matrices with half of that, those that write into the residual stream
+divided by √(2 · layers) (Radford et al. 2019), gains at 1. All embeddings begin with one more direction in common,
+`_COMMON` times as long as they are. It adds the same to all logits, so it predicts nothing, but it gives queries and
+keys, which have no biases, something that is the same everywhere, which rotary positions can turn into a place to
+look at: heads that look at exactly the token before, on which induction is built. With a weaker one, or with matrices
+that begin twice as large, other heads form first, and these late or never (LOG.md, "Training").
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from regardant.train.settings import Settings
 
 _EMBEDDING = "model.embed_tokens.weight"
+_COMMON = 3.0
+_MATRICES = 0.5
 # AdamW keeps four numbers of four bytes for each that is learned: itself, its gradient, two averages.
 BYTES_A_PARAMETER = 16
 _INTO_STREAM = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
@@ -77,10 +80,12 @@ class Parameters:
                 if tensor.ndim == 1:
                     tensor.fill_(1.0)
                     continue
-                scale = 1 / math.sqrt(2 * layers) if name.endswith(_INTO_STREAM) else 1.0
                 made = torch.randn(tensor.shape, generator=generator)
                 if name == _EMBEDDING:
-                    made += torch.randn(tensor.shape[1], generator=generator)
+                    scale = 1.0
+                    made += _COMMON * torch.randn(tensor.shape[1], generator=generator)
+                else:
+                    scale = _MATRICES / math.sqrt(2 * layers) if name.endswith(_INTO_STREAM) else _MATRICES
                 tensor.copy_(made * (deviation * scale))
 
     def weights(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

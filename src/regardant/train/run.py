@@ -229,8 +229,6 @@ def _made(
         _unmake(folder)
         checkpoint.write_json(folder / RUN, {"version": _VERSION, "settings": chosen.plain()})
         made, beside = _tokenizer(folder, paths, tokenizer, chosen, report)
-        if chosen.byte_steps:  # refused before any data is made
-            data.Spelling.of(tokenizer or folder / "tokenizer.json", made.get_added_tokens_decoder())
         facts = _data(folder, paths, made, beside, chosen, report)
         bos, eos = facts["before"], facts["after"]
         mapping = settings.hugging_face_config(chosen, facts["vocab_size"], bos, eos)
@@ -341,12 +339,8 @@ def _assembled(folder: Path, chosen: Settings, facts: dict[str, Any]) -> Trainin
     train, valid = (data.Tokens(folder / DATA, name, facts) for name in data.PARTS)
     ordinary = np.setdiff1d(np.arange(config.vocab_size), np.asarray(facts["special"], np.int64))
     order = data.Order(len(train), chosen.context, chosen.seed)
-    feed = data.Feed(train, order, chosen.repeats, facts["before"], ordinary)
-    if chosen.byte_steps:
-        rows = chosen.byte_steps * chosen.batch * chosen.accumulate
-        feed = dataclasses.replace(
-            feed, spelt=rows, spelling=data.Spelling.of(folder / "tokenizer.json", facts["special"])
-        )
+    early = chosen.repeat_steps * chosen.batch * chosen.accumulate
+    feed = data.Feed(train, order, chosen.repeats, facts["before"], ordinary, early)
     require_memory(config, chosen)
     parameters = Parameters(config, chosen.device)
     return Training(

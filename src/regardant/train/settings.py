@@ -55,7 +55,7 @@ class Settings:
         weight_decay: on matrices only. `clip`: the longest gradient; 0 for any. `beta2`: AdamW's second average.
         seed: of weights, order and repeated rows. `valid_share`: documents set aside, as a share.
         repeats: the share of rows that hold repeated random tokens instead of text.
-        byte_steps: steps, at the beginning, of text spelt byte by byte; half the rows repeat random bytes.
+        repeat_steps: steps, at the beginning, in which half the rows do.
         dtype: "float32" or "bfloat16", what is computed in; weights and optimiser stay float32.
         device: "cpu", "cuda", ... `recompute`: compute activations again, do not keep them. `compile`: by torch.
         eval_every, heads_every, checkpoint_every: steps between. `eval_rows`: rows of a validation on the way.
@@ -86,7 +86,7 @@ class Settings:
     seed: int = 0
     valid_share: float = 0.05
     repeats: float = 0.0
-    byte_steps: int = 0
+    repeat_steps: int = 0
     dtype: str = "float32"
     device: str = "cpu"
     recompute: bool = False
@@ -118,7 +118,7 @@ class Settings:
             self.heads % self.kv_heads == 0, "heads", f"a multiple of --kv-heads {self.kv_heads}", self.heads
         )
         _require(0 < self.lr < math.inf, "lr", "greater than 0", self.lr)
-        for name in ("warmup", "byte_steps", "seed"):
+        for name in ("warmup", "repeat_steps", "seed"):
             _require(0 <= getattr(self, name) <= _MOST, name, f"from 0 to {_MOST:,}", getattr(self, name))
         for name in ("weight_decay", "clip"):
             _require(0 <= getattr(self, name) < math.inf, name, "at least 0", getattr(self, name))
