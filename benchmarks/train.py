@@ -1,16 +1,16 @@
 """Training steps of this package's loop beside the same model in plain torch, on the CPU, from the same weights.
 
-    python -m benchmarks.train [--cases short long] [--rounds N] [--json]
+    python -m benchmarks.train [--cases short long packed] [--rounds N] [--json]
 
 The other side is written here, as nanoGPT is: modules, `scaled_dot_product_attention`, one projection for queries,
 keys and values, all logits, `cross_entropy`, AdamW. Both take the same batches, by turns, and their losses must agree
-step by step or nothing is timed. Peak memory is measured in a process of its own for each side.
+step by step or nothing is timed. Peak memory is measured in a process of its own for each side. `packed` has rows of
+several documents that do not see each other, as the loop trains on: the other side is told so by a mask.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import subprocess
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from regardant.train.settings import Settings
 
 VOCABULARY = 4096
-# Rows of a batch at each context, 4,096 tokens a step in both.
-CASES = {"short": (256, 16), "long": (2048, 2)}
+# Rows of a batch at each context, 4,096 tokens a step in all.
+CASES = {"short": (256, 16), "long": (2048, 2), "packed": (2048, 2)}
 WANTED = {"short": 1.15, "long": 1.5}
+PACKED = (64, 1024)  # tokens of a document among several of a row: from, to, drawn evenly
 # Losses of two orders of summing in float32 drift apart as the steps multiply; these are of about 8 nats.
 AGREE = 2e-4
 CHECKED = 3
@@ -53,15 +54,17 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(chosen.width, outputs, bias=False)
         self.out = nn.Linear(chosen.width, chosen.width, bias=False)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Mix the values, (B, T, C) to (B, T, C)."""
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Mix the values, (B, T, C) to (B, T, C); what a mask says, (B, 1, T, T), or all that came before."""
         B, T, _ = x.shape
         sizes = [n * self.head_width for n in (self.heads, self.kv_heads, self.kv_heads)]
         q, k, v = (
             part.view(B, T, -1, self.head_width).transpose(1, 2) for part in self.qkv(x).split(sizes, dim=2)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -81,9 +84,11 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(chosen.width, 2 * chosen.ffn, bias=False)
         self.down = nn.Linear(chosen.ffn, chosen.width, bias=False)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """One layer."""
-        x = x + self.attention(self.norm1(x), cos, sin)
+        x = x + self.attention(self.norm1(x), cos, sin, mask)
         gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
         return x + self.down(functional.silu(gate) * up)
 
@@ -104,13 +109,15 @@ class Plain(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """The mean loss of a batch."""
         x = self.embedding(ids)
         for block in self.blocks:
-            x = block(x, self.cos, self.sin)
+            x = block(x, self.cos, self.sin, mask)
         logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.view(-1, VOCABULARY), labels.reshape(-1))
+        return functional.cross_entropy(
+            logits.view(-1, VOCABULARY), labels.reshape(-1), ignore_index=data.IGNORED
+        )
 
 
 def plain_step(chosen: Settings, weights: dict[str, torch.Tensor]) -> Callable[[data.Batch], float]:
@@ -144,7 +151,11 @@ def plain_step(chosen: Settings, weights: dict[str, torch.Tensor]) -> Callable[[
     adamw = torch.optim.AdamW(groups, lr=chosen.lr, betas=(0.9, chosen.beta2), eps=1e-8)
 
     def step(batch: data.Batch) -> float:
-        loss = model(torch.from_numpy(batch.ids_BT), torch.from_numpy(batch.labels_BT))
+        segments = torch.from_numpy(batch.segments_BT)
+        mask = None
+        if bool((segments != segments[:, :1]).any()):
+            mask = (segments[:, :, None] == segments[:, None, :]).tril()[:, None]
+        loss = model(torch.from_numpy(batch.ids_BT), torch.from_numpy(batch.labels_BT), mask)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.clip)
         adamw.step()
@@ -172,13 +183,20 @@ def our_step(chosen: Settings) -> tuple[Callable[[data.Batch], float], dict[str,
     return step, {name: tensor.clone() for name, tensor in parameters.named()}
 
 
-def batches(chosen: Settings, count: int) -> list[data.Batch]:
-    """Batches of one document a row, which is all that plain torch's causal attention can be told."""
+def batches(chosen: Settings, count: int, documents: tuple[int, int] | None = None) -> list[data.Batch]:
+    """Batches of random tokens: one document a row, or as many as fit, of so many tokens to so many."""
     random = np.random.Generator(np.random.PCG64(7))
     made = []
     for _ in range(count):
         ids = random.integers(0, VOCABULARY, (chosen.batch, chosen.context + 1))
-        made.append(data.Batch(ids[:, :-1].copy(), np.zeros_like(ids[:, :-1]), ids[:, 1:].copy()))
+        segments = np.zeros_like(ids)
+        if documents:
+            for row in segments:
+                begins = np.cumsum(random.integers(*documents, len(row) // documents[0] + 1))
+                row[begins[begins < len(row)]] = 1
+            segments = segments.cumsum(1)
+        labels = np.where(segments[:, 1:] == segments[:, :-1], ids[:, 1:], data.IGNORED)
+        made.append(data.Batch(ids[:, :-1].copy(), segments[:, :-1].copy(), labels))
     return made
 
 
@@ -188,21 +206,24 @@ def sides(chosen: Settings) -> dict[str, Callable[[data.Batch], float]]:
     return {"regardant": ours, "torch": plain_step(chosen, weights)}
 
 
-def choose(case: str) -> Settings:
-    """The settings of a case."""
+def choose(case: str) -> tuple[Settings, tuple[int, int] | None]:
+    """The settings of a case, and how long its documents are if there are several in a row."""
     context, batch = CASES[case]
-    return settings.settings("micro", {"context": context, "batch": batch, "lr": 1e-3})
+    chosen = settings.settings("micro", {"context": context, "batch": batch, "lr": 1e-3})
+    return chosen, PACKED if case == "packed" else None
 
 
 def measure(case: str, rounds: int) -> dict[str, Any]:
     """Compare the losses, then time by turns, then ask two processes for their peaks."""
-    chosen = choose(case)
+    chosen, documents = choose(case)
     steps = sides(chosen)
-    losses = {name: [step(batch) for batch in batches(chosen, CHECKED)] for name, step in steps.items()}
+    losses = {
+        name: [step(batch) for batch in batches(chosen, CHECKED, documents)] for name, step in steps.items()
+    }
     difference = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
     if difference > AGREE:
         raise SystemExit(f"{case}: the losses disagree by {difference}: {losses}")
-    (batch,) = batches(chosen, 1)
+    (batch,) = batches(chosen, 1, documents)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -219,7 +240,7 @@ def measure(case: str, rounds: int) -> dict[str, Any]:
         "loss_difference": difference,
         **{f"{name}_tokens_per_s": speed for name, speed in speeds.items()},
         "ratio": speeds["regardant"] / speeds["torch"],
-        "wanted": WANTED[case],
+        "wanted": WANTED.get(case),
         **{f"{name}_peak_bytes": peak for name, peak in peaks.items()},
     }
 
@@ -231,9 +252,9 @@ def _peak(case: str, name: str) -> int:
 
 def peak(case: str, name: str) -> int:
     """Bytes that two steps of one side take beyond what the process held before them."""
-    chosen = dataclasses.replace(choose(case))
+    chosen, documents = choose(case)
     step = sides(chosen)[name]
-    (batch,) = batches(chosen, 1)
+    (batch,) = batches(chosen, 1, documents)
     forget_peak()
     before = memory("VmRSS")
     for _ in range(2):
@@ -261,9 +282,10 @@ def main() -> None:
         return
     print(f"micro, float32, {torch.get_num_threads()} threads; torch {torch.__version__}")
     for r in results:
+        wanted = "" if r["wanted"] is None else f" (wanted {r['wanted']:.2f})"
         print(
-            f"context {r['context']:5}: regardant {r['regardant_tokens_per_s']:8,.0f} tokens/s, "
-            f"torch {r['torch_tokens_per_s']:8,.0f}, ratio {r['ratio']:.2f} (wanted {r['wanted']:.2f}); losses "
+            f"{r['case']:6} {r['context']:5}: regardant {r['regardant_tokens_per_s']:8,.0f} tokens/s, "
+            f"torch {r['torch_tokens_per_s']:8,.0f}, ratio {r['ratio']:.2f}{wanted}; losses "
             f"within {r['loss_difference']:.1e}; peak {r['regardant_peak_bytes'] / 1e6:,.0f} MB, "
             f"torch {r['torch_peak_bytes'] / 1e6:,.0f} MB"
         )
