@@ -200,8 +200,7 @@ class Layer:
             )
         forward = self._arrived(self)
         if forward is None:
-            out: torch.Tensor = rt.attention(query, key, value, **options)
-            return out
+            return rt.attention(query, key, value, **options)
         seen = rt.look(query, key, value, **options, top=self._settings.top, received=self._settings.received)
         # Whatever mode the model runs in, what is kept are plain tensors of the types that they have.
         with (
@@ -213,7 +212,10 @@ class Layer:
             self._place(forward, query.shape[2], key)
             self._keep_keys(forward, key, value)
             self._keep_queries(forward, query, key.shape[2], seen, again)
-        return seen.out
+        if query.device.type == "cpu":
+            return seen.out  # has attention's bits
+        # Elsewhere attention may be served by torch's own, which looks at nothing.
+        return rt.attention(query, key, value, **options)
 
     def _choose_heads(self, H: int) -> None:
         asked = self._settings.heads

@@ -12,7 +12,7 @@ grows linearly with the text: per token and layer, for each head watched
     4 (and 4 with `received`)           what the token's value writes at weight 1; what it gave in all
     D numbers of the model's type       its query, of which `keep_rows` may keep fewer
 
-and G·D numbers of the model's type for the keys: with SmolLM2 and top=8 3.8 kB in float32, which is 115 kB a token for
+and G·D numbers of the model's type for the keys: with SmolLM2 and top=8 3.8 kB in float32, 115 kB a token for
 its 30 layers, and 69 kB in bfloat16. A mask that has no description (see `regardant.transformers.masks`) is kept too.
 
 A forward whose first token does not stand behind the last one seen begins anew (a new text, an unrelated batch), or
