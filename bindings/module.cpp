@@ -107,6 +107,19 @@ void rows(const Held& held, int threads, Out lse, Integers heads, Integers queri
     check(kernels.rows(held.problem, rows, threads));
 }
 
+// A view of a result of four axes is summed into along those of one number.
+void backward(const Held& held, int threads, In out, In dout, Out lse, MaybeOut dlse, Out dq, Out dk, Out dv,
+              MaybeOut dsinks, MaybeOut dbias) {
+    regardant::Gradients r{array4(out), array4(dout), lse.data(), data(dlse), dq.data(), dk.data(), dv.data(),
+                           data(dsinks), data(dbias), {}};
+    for (std::size_t axis = 0; axis < 4 && dbias; ++axis) {
+        r.dbias_strides[axis] = dbias->shape(axis) == 1 ? 0 : dbias->stride(axis);
+    }
+    const regardant::Kernels& kernels = regardant::kernels();
+    nb::gil_scoped_release released;
+    check(kernels.backward(held.problem, r, threads));
+}
+
 double multiply_adds(i64 rounds, int threads) {
     const regardant::Kernels& kernels = regardant::kernels();
     nb::gil_scoped_release released;
@@ -131,6 +144,8 @@ NB_MODULE(_native, m) {
           "top_weights"_a.none() = nb::none(), "top"_a = 0);
     m.def("sums", &sums, "problem"_a, "threads"_a, "lse"_a, "received"_a.none(), "pooled"_a.none(), "R"_a, "C"_a);
     m.def("rows", &rows, "problem"_a, "threads"_a, "lse"_a, "heads"_a, "queries"_a, "weights"_a);
+    m.def("backward", &backward, "problem"_a, "threads"_a, "out"_a, "dout"_a, "lse"_a, "dlse"_a.none(), "dq"_a, "dk"_a,
+          "dv"_a, "dsinks"_a.none(), "dbias"_a.none());
     m.def("multiply_adds", &multiply_adds, "rounds"_a, "threads"_a);
     m.def("read_all", &read_all, "data"_a, "threads"_a);
     m.def("built", &regardant::built);

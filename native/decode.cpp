@@ -356,7 +356,7 @@ void merge(const Problem& p, const Results& r, const Parts<A>& parts, i64 row, A
     const A total = all.write(p, r, b, h, i);
     A bad = 0;
     for (i64 e = 0; e < p.E; ++e) {
-        o[e] = total == 0 ? 0 : o[e] / total;
+        o[e] = total == 0 ? o[e] * 0 : o[e] / total;  // nothing but 0 was added, or a visible NaN
         bad += o[e] * 0;
     }
     const i64 at = (b * p.H + h) * p.T + i;

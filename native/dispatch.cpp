@@ -17,6 +17,7 @@ namespace regardant {
     bool attend(const Problem&, const Results&, int threads);  \
     bool sums(const Problem&, const Sums&, int threads);       \
     bool rows(const Problem&, const Rows&, int threads);       \
+    bool backward(const Problem&, const Gradients&, int threads); \
     double multiply_adds(i64 rounds, int threads);             \
     bool read_all(const char*, i64 bytes, int threads);        \
     }
@@ -28,7 +29,7 @@ REGARDANT_DECLARE(neon)
 REGARDANT_DECLARE(wide)
 REGARDANT_DECLARE(widebf16)
 
-#define REGARDANT_KERNELS(isa) {isa::attend, isa::sums, isa::rows, isa::multiply_adds, isa::read_all}
+#define REGARDANT_KERNELS(isa) {isa::attend, isa::sums, isa::rows, isa::backward, isa::multiply_adds, isa::read_all}
 
 namespace {
 

@@ -90,6 +90,25 @@ inline Vec<float> load_wide(const Half* from) {
 #endif
 }
 
+// W numbers in a row, narrowed, for the types that take half the width.
+inline void store_narrow(Brain* to, Vec<float> x) {
+    typedef std::uint16_t Shorts __attribute__((vector_size(REGARDANT_BYTES / 2)));
+    typedef std::uint32_t Words __attribute__((vector_size(REGARDANT_BYTES)));
+    const Words b = (Words)x, rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+    const Shorts shorts = __builtin_convertvector(x != x ? (b >> 16) | 0x40u : rounded, Shorts);
+    std::memcpy(to, &shorts, sizeof shorts);
+}
+
+inline void store_narrow(Half* to, Vec<float> x) {
+#if REGARDANT_BYTES == 64 && defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#elif REGARDANT_BYTES == 32 && defined(__F16C__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < Simd<float>::W; ++i) narrow(x[i], to[i]);
+#endif
+}
+
 // Call f with a pointer of the array's own type.
 template <class F>
 inline auto typed(Type type, const char* data, F&& f) {
@@ -143,7 +162,14 @@ inline void narrow_row(Type type, const A* from, i64 count, char* to) {
         using To = typename Plain<__typeof__(*start)>::Is;
         if constexpr ((sizeof(A) == 8) == (sizeof(To) == 8)) {
             To* const out = const_cast<To*>(start);
-            for (i64 i = 0; i < count; ++i) narrow(from[i], out[i]);
+            i64 i = 0;
+            if constexpr (sizeof(A) == sizeof(To)) {
+                std::memcpy(out, from, static_cast<std::size_t>(count) * sizeof(A));
+                i = count;
+            } else {
+                for (; i + Simd<float>::W <= count; i += Simd<float>::W) store_narrow(out + i, load(from + i));
+            }
+            for (; i < count; ++i) narrow(from[i], out[i]);
         }
     });
 }

@@ -41,6 +41,11 @@ inline Pairs round_pairs(Vec<float> low, Vec<float> high) {
     return ((l + 0x7fffu + ((l >> 16) & 1u)) >> 16) | ((h + 0x7fffu + ((h >> 16) & 1u)) & 0xffff0000u);
 }
 
+// The same where there may be NaN, which must stay one: rounding could carry it into the sign.
+inline Pairs round_pairs_or_nan(Vec<float> low, Vec<float> high) {
+    return ((low != low) | (high != high)) ? all_pairs(0x7fc07fc0u) : round_pairs(low, high);
+}
+
 // Pairs as `multiply` takes them.
 struct InPairs {
     using Number = Pair;
@@ -144,10 +149,7 @@ class Paired {
         for (i64 i = 0; i < n; i += 2) {
             for (int at = 0; at < L; at += Simd<float>::W) {
                 const Vec<float> low = load(s + i * L + at), high = i + 1 < n ? load(s + (i + 1) * L + at) : zeros;
-                // A NaN must stay one: rounding could carry it into the sign.
-                Pairs pairs = round_pairs(low, high);
-                const auto low_nan = low != low, high_nan = high != high;
-                pairs = (low_nan | high_nan) ? all_pairs(0x7fc07fc0u) : pairs;
+                const Pairs pairs = round_pairs_or_nan(low, high);
                 std::memcpy(s_pairs_ + i / 2 * L + at, &pairs, sizeof pairs);
             }
         }

@@ -180,6 +180,18 @@ constexpr bool exact = false;
 
 }  // namespace
 
+void wait_for_turn(const std::int64_t& turn, std::int64_t mine) {
+    // The other thread is most often about to pass it. If it is not even running, it may want this core.
+    for (int tries = 0; __atomic_load_n(&turn, __ATOMIC_ACQUIRE) != mine; ++tries) {
+        if (tries >= 1000) std::this_thread::yield();
+#if defined(__x86_64__)
+        else __builtin_ia32_pause();
+#endif
+    }
+}
+
+void pass_turn(std::int64_t& turn, std::int64_t next) { __atomic_store_n(&turn, next, __ATOMIC_RELEASE); }
+
 void* allocate(std::int64_t bytes) {
     const auto lines = static_cast<std::size_t>((bytes + 63) / 64 * 64);
 #if defined(_WIN32)

@@ -10,6 +10,12 @@ namespace regardant {
 // threads at once; the caller works whether or not others come to help, so no call waits for another.
 bool parallel(std::int64_t tasks, int threads, bool (*work)(void* context, std::int64_t task), void* context);
 
+// Tasks that add to the same memory take turns, so that sums have one order. A task waits until `turn` is `mine`; what
+// was written before the turn was passed is then seen. For as long as a task waits for earlier ones alone, none waits
+// for ever: tasks begin in order.
+void wait_for_turn(const std::int64_t& turn, std::int64_t mine);
+void pass_turn(std::int64_t& turn, std::int64_t next);
+
 // Memory that begins on a cache line, for so many bytes, or null; to be given back by `release`.
 void* allocate(std::int64_t bytes);
 void release(void* memory);

@@ -70,11 +70,23 @@ struct Rows {
     void* weights;              // (B, M, N, S), zero where nothing is written
 };
 
-// One instruction set's kernels. The first three return whether they had the memory to work in.
+// The backward pass. Results are contiguous and of the input's type where nothing else is said.
+struct Gradients {
+    Array4 out, dout;           // (B, H, T, E): what attention gave, and the gradient that arrives there
+    const void* lse;            // (B, H, T), as attention gave it
+    const void* dlse;           // (B, H, T), the gradient that arrives there, or null for none
+    void *dq, *dk, *dv;         // (B, H, T, D), (B, G, S, D), (B, G, S, E)
+    void* dsinks;               // (H), as statistics are, or null
+    void* dbias;                // of bias_type, or null
+    i64 dbias_strides[4];       // 0 along the axes that are summed over
+};
+
+// One instruction set's kernels. The first four return whether they had the memory to work in.
 struct Kernels {
     bool (*attend)(const Problem&, const Results&, int threads);
     bool (*sums)(const Problem&, const Sums&, int threads);
     bool (*rows)(const Problem&, const Rows&, int threads);
+    bool (*backward)(const Problem&, const Gradients&, int threads);
     double (*multiply_adds)(i64 rounds, int threads);
     bool (*read_all)(const char* data, i64 bytes, int threads);
 };

@@ -17,8 +17,8 @@ constexpr int tile_rows = 6, tile_vectors = 4;
 constexpr int tile_rows = 6, tile_vectors = 2;
 #endif
 
-template <class A, int M>
-using Tile = Vec<A>[M][tile_vectors];
+template <class A, int M, int N = tile_vectors>
+using Tile = Vec<A>[M][N];
 
 // How numbers of one kind are multiplied and added: `spread` reads one for all lanes, `add` takes its products in.
 template <class A>
@@ -35,18 +35,19 @@ struct Plainly {
     static Vec<A> add(Vec<A> sum, Vec<A> left, Vec<A> right) { return sum + left * right; }
 };
 
-// tile[m][lane] = Σ_i left[m][i] · right[i][lane], where left[m][i] lies m · between + i · step bytes on.
+// tile[m][lane] += Σ_i left[m][i] · right[i][lane], where left[m][i] lies m · between + i · step bytes on, and the
+// vectors of i `pitch` numbers after those of i − 1.
 // Unrolled: a taken branch for every i would take as long as what it guards.
-template <class Maths, int M>
+template <class Maths, int M, int N = tile_vectors>
 __attribute__((always_inline)) inline void multiply(const char* left, i64 between, i64 step,
-                                                    const typename Maths::Number* right, i64 count,
-                                                    Tile<typename Maths::Sum, M>& tile) {
-    constexpr int N = tile_vectors, W = Simd<typename Maths::Sum>::W, L = N * W;
+                                                    const typename Maths::Number* right, i64 pitch, i64 count,
+                                                    Tile<typename Maths::Sum, M, N>& tile) {
+    constexpr int W = Simd<typename Maths::Sum>::W;
 #pragma GCC unroll 4
     for (i64 i = 0; i < count; ++i) {
         decltype(Maths::vector(right)) vectors[N];
 #pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) vectors[v] = Maths::vector(right + i * L + v * W);
+        for (int v = 0; v < N; ++v) vectors[v] = Maths::vector(right + i * pitch + v * W);
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) {
             const auto number = Maths::spread(left + m * between + i * step);
@@ -56,14 +57,14 @@ __attribute__((always_inline)) inline void multiply(const char* left, i64 betwee
     }
 }
 
-// s[m][lane] = scale · Σ_d k[m][d] · q[d][lane] for M keys, `row` bytes apart.
+// s[m][lane] = scale · Σ_i left[m][i] · right[i][lane].
 template <class Maths, int M>
-inline void score_keys(const char* k, i64 row, const typename Maths::Number* q, i64 count, typename Maths::Sum scale,
-                       typename Maths::Sum* s) {
+inline void product(const char* left, i64 between, i64 step, const typename Maths::Number* right, i64 count,
+                    typename Maths::Sum scale, typename Maths::Sum* s) {
     using A = typename Maths::Sum;
     constexpr int N = tile_vectors, W = Simd<A>::W, L = N * W;
     Tile<A, M> tile = {};
-    multiply<Maths, M>(k, row, sizeof(typename Maths::Number), q, count, tile);
+    multiply<Maths, M>(left, between, step, right, L, count, tile);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
@@ -79,7 +80,7 @@ inline void mix_columns(const typename Maths::Number* p, i64 keys, const char* v
     using A = typename Maths::Sum;
     constexpr int N = tile_vectors, W = Simd<A>::W, L = N * W;
     Tile<A, M> tile = {};
-    multiply<Maths, M>(v_data, sizeof(typename Maths::Number), row, p, keys, tile);
+    multiply<Maths, M>(v_data, sizeof(typename Maths::Number), row, p, L, keys, tile);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
@@ -118,9 +119,10 @@ template <class Maths>
 inline void scores(const void* k, i64 row, i64 keys, const typename Maths::Number* q, i64 count,
                    typename Maths::Sum scale, typename Maths::Sum* s) {
     constexpr int L = tile_vectors * Simd<typename Maths::Sum>::W;
+    constexpr i64 item = sizeof(typename Maths::Number);
     const char* const start = static_cast<const char*>(k);
     tiles(keys, [=]<int M>(i64 first) {
-        score_keys<Maths, M>(start + first * row, row, q, count, scale, s + first * L);
+        product<Maths, M>(start + first * row, row, item, q, count, scale, s + first * L);
     });
 }
 

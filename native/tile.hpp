@@ -83,6 +83,13 @@ inline Interval interval(const Problem& p, i64 b, i64 i) {
     return keys.low < keys.high ? keys : Interval{0, 0};
 }
 
+// The bias of one score, in the type of scores: −1e39 is −∞ in float32.
+inline double bias_at(const Problem& p, i64 b, i64 h, i64 i, i64 j) {
+    const i64* a = p.bias.strides;
+    const double bias = read(p.bias_type, p.bias.data, b * a[0] + h * a[1] + i * a[2] + j * a[3]);
+    return p.type == Type::float64 ? bias : static_cast<double>(static_cast<float>(bias));
+}
+
 // Whether one key is visible to one query, by every condition.
 inline bool visible(const Problem& p, i64 b, i64 h, i64 i, i64 j) {
     const Interval keys = interval(p, b, i);
@@ -90,9 +97,7 @@ inline bool visible(const Problem& p, i64 b, i64 h, i64 i, i64 j) {
     if (p.q_segments && p.q_segments[b * p.T + i] != p.k_segments[b * p.S + j]) return false;
     const i64* m = p.mask.strides;
     if (p.mask.data && !p.mask.data[b * m[0] + h * m[1] + i * m[2] + j * m[3]]) return false;
-    const i64* a = p.bias.strides;
-    return !p.bias.data ||
-           read(p.bias_type, p.bias.data, b * a[0] + h * a[1] + i * a[2] + j * a[3]) != -static_cast<double>(infinity);
+    return !p.bias.data || bias_at(p, b, h, i, j) != -static_cast<double>(infinity);
 }
 
 // Up to L query rows of one batch row and one key/value head, one to a lane, and what they carry along the keys.
@@ -177,7 +182,7 @@ inline bool add_bias(const Problem& p, const Group<A, N>& g, i64 j, i64 n, A* s)
             for (i64 i = 0; i < n; ++i) {
                 const A b = static_cast<A>(widen(row[i * strides[3]]));
                 A& score = s[i * g.L + lane];
-                const bool hidden = widen(row[i * strides[3]]) == -infinity;
+                const bool hidden = b == -infinity;
                 hides |= hidden;
                 score = hidden ? -infinity : score + b;
             }
@@ -255,12 +260,11 @@ inline bool hide_masked(const Problem& p, const Group<A, N>& g, i64 j, i64 n, A*
     return hides;
 }
 
-// What the options make of scaled dot products with keys [j, j + n), in place; hidden ones become −∞.
+// What the options but the softcap make of scores of keys [j, j + n), in place; hidden ones become −∞.
 // Returns whether any is hidden.
 template <class A, int N>
-inline bool apply_options(const Problem& p, Group<A, N>& g, i64 j, i64 n, A* s) {
+inline bool add_and_hide(const Problem& p, Group<A, N>& g, i64 j, i64 n, A* s) {
     bool hides = false;
-    if (p.softcap != 0) cap<A, N>(p, n, s);
     if (p.bias.data) hides |= add_bias(p, g, j, n, s);
     if (p.alibi) add_alibi(p, g, j, n, s);
     if (j < g.full_from || j + n > g.full_to) {
@@ -270,6 +274,13 @@ inline bool apply_options(const Problem& p, Group<A, N>& g, i64 j, i64 n, A* s) 
     if (p.q_segments) hides |= hide_documents(p, g, j, n, s);
     if (p.mask.data) hides |= hide_masked(p, g, j, n, s);
     return hides;
+}
+
+// The same for scaled dot products, with the softcap, which comes first.
+template <class A, int N>
+inline bool apply_options(const Problem& p, Group<A, N>& g, i64 j, i64 n, A* s) {
+    if (p.softcap != 0) cap<A, N>(p, n, s);
+    return add_and_hide(p, g, j, n, s);
 }
 
 // The largest score of each lane.
@@ -528,8 +539,7 @@ inline void write_row_exactly(const Problem& p, const Results& r, i64 b, i64 h, 
             }
             score *= p.scale;
             if (p.softcap != 0) score = p.softcap * __builtin_tanh(score / p.softcap);
-            const i64* a = p.bias.strides;
-            if (p.bias.data) score += read(p.bias_type, p.bias.data, b * a[0] + h * a[1] + i * a[2] + j * a[3]);
+            if (p.bias.data) score += bias_at(p, b, h, i, j);
             if (p.alibi) score -= p.alibi[h] * static_cast<double>(p.offset + i - j);
             return __builtin_exp(score - m);
         };

@@ -18,7 +18,7 @@ python -m pip install --quiet --force-reinstall "$(ls -t "$root"/dist/regardant-
 python -m pip install --quiet pytest pytest-xdist hypothesis ml_dtypes
 
 mkdir "$work/tests"
-cp tests/op.py tests/scalar.py tests/test_ops.py tests/test_looks.py tests/test_native.py "$work/tests"
+cp tests/op.py tests/scalar.py tests/test_ops.py tests/test_backward.py tests/test_looks.py tests/test_native.py "$work/tests"
 cd "$work"
 python - <<'PYTHON'
 import sys

@@ -46,8 +46,8 @@ NATIVE = [f"native-{isa}" for isa in native.capabilities().present]
 ops.IMPLEMENTATIONS |= {f"native-{isa}": Forced(isa) for isa in native.capabilities().present}
 IMPLS = ["reference", "blocked", *NATIVE]
 TILED = ["blocked", *NATIVE]  # O(n) memory
-BACKWARD = ["reference", "blocked"]  # those that can go backward
-TILED_BACKWARD = ["blocked"]
+BACKWARD = IMPLS
+TILED_BACKWARD = TILED
 
 
 def tensors(seed, B=2, H=4, G=2, T=9, S=9, D=8, E=8, dtype=np.float32, spread=2.0):

@@ -97,9 +97,11 @@ def test_widths_around_each_vector(impl, width):
 
 @pytest.mark.parametrize("impl", TILED_BACKWARD)
 @pytest.mark.parametrize(("T", "S"), [(3, 6000), (40, 6000), (6000, 40), (6000, 3)])
-@pytest.mark.parametrize("spread", [0.1, 2.0])
-def test_the_error_does_not_grow_with_the_length(impl, T, S, spread):
-    q, k, v = tensors(7, 1, 4, 1, T, S, 4, 4, spread=spread)
+@pytest.mark.parametrize(
+    ("spread", "dtype"), [(0.1, np.float32), (2.0, np.float32), (2.0, ml_dtypes.bfloat16)]
+)
+def test_the_error_does_not_grow_with_the_length(impl, T, S, spread, dtype):
+    q, k, v = tensors(7, 1, 4, 1, T, S, 4, 4, dtype, spread=spread)
     dout, dlse = arriving(8, q, v)
     options = {"sinks": np.zeros(4), "causal": False}
     got = there_and_back(q, k, v, dout, dlse, impl, **options)
@@ -340,6 +342,17 @@ def test_rows_that_see_nothing_give_zero(impl, options):
 
 
 @pytest.mark.parametrize("impl", BACKWARD)
+def test_a_row_that_sees_only_scores_of_minus_infinity_gives_zero(impl):
+    q, k, v = tensors(34, B=1, H=2, G=1, T=6, S=6)
+    q, k[:, :, :3] = np.abs(q), -np.inf
+    dout, dlse = arriving(35, q, v)
+    out, lse = rg.attention(q, k, v, impl=impl, return_lse=True, offset=0)
+    np.testing.assert_array_equal(lse[:, :, :3], -np.inf)
+    got = rg.attention_backward(q, k, v, out, lse, dout, dlse=dlse, impl=impl, offset=0)
+    np.testing.assert_array_equal(got.dq[:, :, :3], 0)
+
+
+@pytest.mark.parametrize("impl", BACKWARD)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", OPTION_NAMES)
 def test_what_is_invisible_changes_nothing(impl, bad, name):
@@ -465,12 +478,14 @@ def test_the_same_bits_for_any_thread_count_and_run_to_run():
         "import hashlib, sys; sys.path.insert(0, 'tests'); import numpy as np, regardant as rg\n"
         "from op import TILED_BACKWARD, tensors\n"
         "for impl in TILED_BACKWARD:\n"
-        "    for H, G, D, E in ((6, 2, 64, 64), (8, 1, 128, 1), (4, 4, 1, 80)):\n"
-        "        q, k, v = tensors(50, 1, H, G, 300, 400, D, E)\n"
-        "        options = {'impl': impl, 'sinks': np.zeros(H), 'bias': np.zeros((H, 1, 400), np.float32)}\n"
+        "    for H, G, D, E in ((6, 2, 64, 64), (8, 1, 128, 1), (4, 4, 1, 80), (32, 1, 128, 128)):\n"
+        "        q, k, v = tensors(50, 2, H, G, 130, 300, D, E)\n"
+        "        options = {'impl': impl, 'sinks': np.zeros(H), 'bias': np.zeros((1, 300), np.float32)}\n"
         "        out, lse = rg.attention(q, k, v, return_lse=True, **options)\n"
-        "        got = rg.attention_backward(q, k, v, out, lse, out, bias_gradient=True, **options)\n"
-        "        print(hashlib.sha256(b''.join(array.tobytes() for array in got)).hexdigest())"
+        "        for wants_bias in (False, True):\n"
+        "            got = rg.attention_backward(q, k, v, out, lse, out, bias_gradient=wants_bias, **options)\n"
+        "            given = [array.tobytes() for array in got if array is not None]\n"
+        "            print(hashlib.sha256(b''.join(given)).hexdigest())"
     )
     names = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
     digests = [

@@ -237,4 +237,6 @@ def test_attention_is_timed_alone_and_beside_a_neighbour():
     assert [row["work"][:7] for row in found] == ["prefill", "decode,"]
     for row in found:
         assert row["error"] < 1e-5
-        assert min(row[f"{part}_{how}"] for part in ("attention", "product") for how in ("alone", "between")) > 0
+        assert (
+            min(row[f"{part}_{how}"] for part in ("attention", "product") for how in ("alone", "between")) > 0
+        )

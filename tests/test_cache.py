@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import regardant as rg
-from op import attention_errors_within_budget, tensors
+from op import TYPES, attention_errors_within_budget, tensors
 
 
 def test_steps_over_the_cache_equal_the_whole():
@@ -52,6 +52,16 @@ def test_it_holds_torch_tensors_as_well():
     assert torch.equal(keys, k.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_it_holds_every_type_that_attention_takes(dtype):
+    _, k, v = tensors(4, dtype=dtype)
+    cache = rg.KVCache(1, 2, 2, 16, 8, like=k)
+    keys, values = cache.write(0, k, v)
+    assert keys.dtype == dtype
+    np.testing.assert_array_equal(keys, k)
+    np.testing.assert_array_equal(values, v)
+
+
 def test_what_does_not_fit_is_refused_and_nothing_changes():
     _, k, v = tensors(5, S=6)
     cache = rg.KVCache(1, 2, 2, 8, 8, like=k)
@@ -69,3 +79,44 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
         rg.KVCache(0, 2, 2, 8, 8, like=k)
     assert cache.length == 6
     np.testing.assert_array_equal(cache.write(0, k[:, :, :0], v[:, :, :0])[0], k)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (
+            lambda c, k: c.write(0, k.astype(np.float64), k),
+            TypeError,
+            "k must be numpy.ndarray of float32 as the cache is",
+        ),
+        (
+            lambda c, k: c.write(0, k, torch.from_numpy(k)),
+            TypeError,
+            "v must be numpy.ndarray of float32 as the cache is",
+        ),
+        (
+            lambda c, k: c.write(0, None, k),
+            TypeError,
+            "k must be numpy.ndarray of float32 as the cache is; got .*NoneType",
+        ),
+        (lambda c, k: c.write(0, k, k[0]), ValueError, r"v must be \(2, 2, 6, 8\); got \(2, 6, 8\)"),
+        (lambda c, k: c.write(-1, k, k), ValueError, "layer must be at least 0; got -1"),
+        (lambda c, k: c.write(3, k, k), ValueError, "layer must be at most 2; got 3"),
+        (lambda c, _: c.advance(1.5), TypeError, "count must be an integer; got 1.5"),
+        (lambda c, _: c.advance("a"), TypeError, "count must be an integer; got 'a'"),
+        (lambda c, _: c.truncate(None), TypeError, "length must be an integer; got None"),
+        (lambda _, k: rg.KVCache("a", 2, 2, 8, 8, like=k), TypeError, "layers must be an integer; got 'a'"),
+        (lambda *_: rg.KVCache(1, 2, 2, 8, 8, like=None), TypeError, "like must be an array; got None"),
+        (
+            lambda _, k: rg.KVCache(1, 2, 2, 8, 8, like=k.astype(int)),
+            TypeError,
+            "like must be an array of float64, float32, float16, bfloat16; got numpy.ndarray of int64",
+        ),
+    ],
+)
+def test_what_is_no_key_value_or_number_is_refused_by_name(call, error, match):
+    _, k, _ = tensors(5, S=6)
+    cache = rg.KVCache(3, 2, 2, 8, 8, like=k)
+    with pytest.raises(error, match=f"KVCache: {match}"):
+        call(cache, k)
+    assert cache.length == 0

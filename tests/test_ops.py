@@ -171,6 +171,34 @@ def test_a_nan_row_does_not_reach_the_columns_it_cannot_see(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("T", [1, 2, 20])
+def test_a_visible_nan_value_shows_though_every_score_is_minus_infinity(impl, T):
+    k, v = np.float32([[-np.inf]]), np.float32([[np.nan]])
+    out = rg.attention(np.ones((T, 1), np.float32), k, v, causal=False, impl=impl)
+    assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("T", [2, 20])
+def test_a_bias_is_read_in_the_type_of_scores(impl, T):
+    q, k, v = tensors(4, 1, 1, 1, T, 9, 8, 8)
+    narrow = np.zeros((1, 1, T, 9))
+    narrow[..., 3] = -np.inf
+    wide = np.where(narrow == -np.inf, -1e39, 0)
+    v[:, :, 3] = np.nan
+    want = rg.attention(q, k, v, bias=narrow, causal=False, impl=impl)
+    np.testing.assert_array_equal(rg.attention(q, k, v, bias=wide, causal=False, impl=impl), want)
+    assert np.isfinite(want).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_largest_softcap_caps_nothing(impl):
+    q, k, v = tensors(5, 1, 2, 1, 20, 20, 8, 8)
+    capped, lse = rg.attention(q, k, v, softcap=float(np.finfo(np.float32).max), impl=impl, return_lse=True)
+    attention_errors_within_budget(capped, lse, q, k, v)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_float16_scores_do_not_overflow(impl):
     q, k, v = tensors(10, D=64, dtype=np.float16)
     q, k = q * np.float16(90), k * np.float16(90)

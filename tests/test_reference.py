@@ -106,6 +106,66 @@ def test_many_heads_refuse_what_does_not_divide():
         rg.multi_head_attention(x, w, w, w, w, heads=4)
 
 
+X, W = np.ones((3, 2)), np.eye(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (
+            lambda: rg.causal_attention(X.astype(int), W, W, W),
+            TypeError,
+            "causal_attention: x must be a NumPy array of float64",
+        ),
+        (
+            lambda: rg.causal_attention([[1.0, 2.0]], W, W, W),
+            TypeError,
+            "causal_attention: x must be a NumPy array of",
+        ),
+        (lambda: rg.causal_attention(X, None, W, W), TypeError, "causal_attention: wq must be .*; got None"),
+        (
+            lambda: rg.causal_attention(X, W, np.eye(3), W),
+            ValueError,
+            "causal_attention: wk must have 2 rows, x's width",
+        ),
+        (
+            lambda: rg.causal_attention(X, W, W[:, :1], W),
+            ValueError,
+            r"causal_attention: wk must be \(2, 2\), as wq is",
+        ),
+        (lambda: rg.causal_attention(X, W, W, W[:1]), ValueError, "causal_attention: wv must have 2 rows"),
+        (
+            lambda: rg.multi_head_attention(X[None], W, W, W, W, heads=1),
+            ValueError,
+            r"multi_head_attention: x must be \(T, C\)",
+        ),
+        (
+            lambda: rg.multi_head_attention(X, W, W, W, W, heads="a"),
+            TypeError,
+            "heads must be an integer; got 'a'",
+        ),
+        (
+            lambda: rg.multi_head_attention(X, W, W, W, W, heads=2.0),
+            TypeError,
+            "heads must be an integer; got 2.0",
+        ),
+        (
+            lambda: rg.multi_head_attention(X, W, W, W, W[:1], heads=2),
+            ValueError,
+            "wo must have 2 rows, the heads' values",
+        ),
+        (
+            lambda: rg.multi_head_attention(X, W, W[:, :1], W, W, heads=1),
+            ValueError,
+            "wk must be 2 wide, as wq's heads are; got 1",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
 def test_torch_agrees_with_the_oracle_on_the_causal_square():
     q, k, v = tensors(5, dtype=np.float64)
     want = torch.nn.functional.scaled_dot_product_attention(

@@ -14,6 +14,7 @@ from regardant import threads
 @pytest.fixture
 def unset(monkeypatch):
     monkeypatch.setattr(threads, "_chosen", None)
+    monkeypatch.setattr(threads, "_followed", None)  # torch's, once regardant.torch is there
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return monkeypatch
 
@@ -26,14 +27,16 @@ def test_the_count_follows_setting_then_environment_then_affinity(unset):
     assert threads.num_threads() == 5
 
 
-@pytest.mark.parametrize("said", ["0", "many", "-1"])
+@pytest.mark.parametrize("said", ["0", "many", "-1", "65537", "999999999999"])
 def test_a_bad_environment_is_named(unset, said):
     unset.setenv("OMP_NUM_THREADS", said)
-    with pytest.raises(ValueError, match=f"OMP_NUM_THREADS must be a number of at least 1; got '{said}'"):
+    with pytest.raises(ValueError, match=f"OMP_NUM_THREADS must be a number from 1 to 65536; got '{said}'"):
         threads.num_threads()
 
 
-@pytest.mark.parametrize(("count", "error"), [(0, ValueError), (1.0, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    ("count", "error"), [(0, ValueError), (2**31, ValueError), (1.0, TypeError), (True, TypeError)]
+)
 @pytest.mark.usefixtures("unset")
 def test_a_bad_count_is_refused(count, error):
     with pytest.raises(error, match="set_num_threads: count must be"):

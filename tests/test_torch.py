@@ -178,15 +178,16 @@ WRONG = [
     ({"mask": torch.ones(3, 3)}, TypeError, "mask must be a boolean"),
     ({"mask": torch.ones(2, 2, dtype=torch.bool)}, ValueError, "mask must broadcast to (B, H, T, S) = (1, 2, 3, 3)"),
     ({"bias": torch.ones(3, 3, dtype=torch.int64)}, TypeError, "bias must be a floating"),
-    ({"starts": torch.zeros(1)}, TypeError, "starts must be integers; got float32"),
+    ({"starts": torch.zeros(1)}, TypeError, "starts must be integers of 64 bits at most; got float32"),
     ({"starts": [5]}, ValueError, "starts must lie between 0 and the 3 keys; got 5"),
     ({"starts": "0"}, TypeError, "starts must be a tensor or a list of numbers; got '0'"),
     ({"segments": torch.zeros(1, 3)}, TypeError, "segments must be a pair"),
     ({"alibi": [1.0]}, ValueError, "alibi must be (2,), one number per query head; got (1,)"),
-    ({"sinks": [torch.inf, 0.0]}, ValueError, "sinks must be finite; got inf"),
+    ({"sinks": [torch.inf, 0.0]}, ValueError, "sinks must be finite in float32, the type of scores; got inf"),
     ({"causal": 1}, TypeError, "causal must be True or False; got 1"),
     ({"offset": 0.5}, TypeError, "offset must be an integer; got 0.5"),
     ({"window": 0}, ValueError, "window must be at least 1; got 0"),
+    ({"offset": -(10**30)}, ValueError, "offset must be at least -4611686018427387904; got -1000000"),
     ({"softcap": -1.0}, ValueError, "softcap must be greater than 0"),
     ({"scale": "1"}, TypeError, "scale must be a number; got '1'"),
     ({"scale": float("nan")}, ValueError, "scale must be finite; got nan"),
@@ -210,11 +211,23 @@ def test_numbers_of_other_kinds_are_taken():
     want = rt.attention(q, k, v, window=3, offset=0, scale=1.0, causal=True)
     got = rt.attention(q, k, v, window=np.int64(3), offset=np.int32(0), scale=1, causal=np.True_)
     assert torch.equal(got, want)
+    far = rt.attention(q, k, v, window=10**30, offset=10**30)
+    assert torch.equal(far, rt.attention(q, k, v, window=2**62, offset=2**62))
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch"])
+def test_a_bias_is_read_in_the_type_of_scores(impl):
+    q, k, v = to_torch(tensors(16))
+    far = torch.zeros(9, 9, dtype=torch.float64).fill_diagonal_(-1e39)
+    hidden = ~torch.eye(9, dtype=torch.bool)
+    assert torch.equal(
+        rt.attention(q, k, v, bias=far, impl=impl), rt.attention(q, k, v, mask=hidden, impl=impl)
+    )
 
 
 @pytest.mark.parametrize(
     "wrong", [{"top": -1}, {"top": 1.5}, {"received": 1}, {"pooled": 3}, {"pooled": (0, 1)}]
 )
 def test_what_to_keep_is_checked(wrong):
-    with pytest.raises((TypeError, ValueError), match="^look: "):
+    with pytest.raises((TypeError, ValueError), match=r"^look: "):
         rt.look(Q, Q, Q, **wrong)

@@ -1,11 +1,18 @@
 """What the tests of the op on tensors share: arrays as tensors and back, and a loss's way through both passes."""
 
 import numpy as np
+import pytest
 import torch
 
 import regardant as rg
 import regardant.torch as rt
 from regardant.torch.memory import as_array, as_tensor
+
+# torch itself, when it first compiles or looks for forward-mode derivatives.
+# What torch's own compiler warns of, depending on what else is installed.
+JIT_IS_DEPRECATED = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script:DeprecationWarning", "ignore:The distutils package:DeprecationWarning"
+)
 
 
 def to_torch(given):

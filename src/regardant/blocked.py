@@ -9,8 +9,13 @@ read tile by tile. Memory beyond inputs and outputs is a few tiles, whatever T a
 
 Looking happens inside the same pass and never touches the numbers that become the output.
 
+The way back needs no recurrence: lse tells what a row's denominator came to, so that a tile made again is a tile of
+finished weights. A tile's gradients go to its queries, which are done when their last tile is, and to its keys, which
+gather from one block of queries after another. One thread does all of a batch row and key/value head, in one order.
+
 Shape legend: B batch, H query heads = G key/value heads × R query heads that share one, T queries, S keys,
-D query/key width, E value width; t and s, the queries and keys of one tile; K keys kept by `top`.
+D query/key width, E value width; t and s, the queries and keys of one tile; N = R·t, the rows of one tile; K keys
+kept by `top`.
 
 Sources: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; Rabe & Staats 2021,
 "Self-attention does not need O(n²) memory"; Dao et al. 2022, "FlashAttention".
@@ -270,7 +275,7 @@ def _placed(
     """The scores after what depends on the place: bias, ALiBi, −∞ where hidden. Overwrites them."""
     _, H, G, *_ = problem.sizes
     if problem.bias_BHTS is not None:
-        s_GRts += problem.bias_BHTS[b][:, t, s].reshape(s_GRts.shape)
+        s_GRts += problem.bias_BHTS[b][:, t, s].astype(s_GRts.dtype).reshape(s_GRts.shape)
     if problem.alibi_H is not None:
         s_GRts -= problem.alibi_H.reshape(G, H // G, 1, 1) * distance_ts.astype(s_GRts.dtype)
     if visible is not None:
@@ -294,7 +299,8 @@ def _visible(problem: Problem, b: int, t: slice | Array, s: slice, p_t1: Array, 
     if problem.mask_BHTS is not None:
         conditions.append(_per_head(problem.mask_BHTS[b][:, t, s], G))
     if problem.bias_BHTS is not None:  # a bias of −∞ hides a key as a mask does
-        conditions.append(_per_head(problem.bias_BHTS[b][:, t, s] != -np.inf, G))
+        bias_Hts = problem.bias_BHTS[b][:, t, s].astype(problem.accumulator)
+        conditions.append(_per_head(bias_Hts != -np.inf, G))
     partial = [condition for condition in conditions if not condition.all()]
     if not partial:
         return None
@@ -394,10 +400,10 @@ def backward(
     dlse_BHT: Array | None,
     bias_gradient: bool,  # noqa: FBT001 - the three implementations are called alike
 ) -> dict[str, Array]:
-    """Gradients of q, k, v and, where they are there or asked for, sinks and bias; formulas: `reference.backward`.
+    """Gradients of q, k, v and, where they are there or asked for, sinks and bias.
 
-    Each tile of scores is made again, and lse turns it into weights at once: there is no recurrence. Memory beyond
-    the results: for each thread a few tiles, and dk and dv of one key/value head in the accumulation type.
+    The formulas are those of `ops.attention_backward`. Memory beyond the results: for each thread a few tiles, and dk
+    and dv of one key/value head in the accumulation type.
     """
     B, H, G, T, S, D, E = problem.sizes
     dtype = problem.accumulator
@@ -427,16 +433,16 @@ def backward(
                         continue
                     a_GNs, ds_GNs, dx_GNs, visible_GNs = tile
                     k_GsD = _rows_contiguous(group.k_BGSD[b, :, s], dtype)
-                    dq_GND += _mix(dx_GNs, k_GsD, visible_GNs)
-                    dk_GSD[:, s] += _mix_columns(dx_GNs, rows.q_GND, visible_GNs)
-                    dv_GSE[:, s] += _mix_columns(a_GNs, rows.dout_GNE, visible_GNs)
+                    dq_GND += _mix(dx_GNs, k_GsD, visible_GNs)  # Σ_j dx_ij k_j
+                    dk_GSD[:, s] += _mix_columns(dx_GNs, rows.q_GND, visible_GNs)  # Σ_i dx_ij q_i
+                    dv_GSE[:, s] += _mix_columns(a_GNs, rows.dout_GNE, visible_GNs)  # Σ_i a_ij dout_i
                     if dbias is not None:
                         _add_repeated(dbias, (slice(b, b + 1), heads, t, s), ds_GNs)
                 dq_GND *= dtype.type(problem.scale)
                 gradients["dq"][here] = dq_GND.reshape(gradients["dq"][here].shape)
                 if group.sinks_H is not None:
                     dsinks_BH[b, heads] += _sinks_gradient(group.sinks_H, rows)
-            dk_GSD *= dtype.type(_scale_left(problem))
+            dk_GSD *= dtype.type(_scale_left(problem))  # the queries have brought the rest of it
             gradients["dk"][b, g], gradients["dv"][b, g] = dk_GSD[0], dv_GSE[0]
 
     # Batch rows and heads may share a bias: one thread then sums its gradient, in one order.
@@ -494,7 +500,7 @@ def _differentiate(
     v_GsE = _rows_contiguous(group.v_BGSE[b, :, s], a_GNs.dtype)
     ds_GNs = _product(rows.dout_GNE, v_GsE.swapaxes(-1, -2))
     ds_GNs -= _fold(rows.delta_GRt1)
-    ds_GNs *= a_GNs
+    ds_GNs *= a_GNs  # a_ij (dout_i·v_j − δ_i)
     dx_GNs = ds_GNs if slope_GNs is None else ds_GNs * slope_GNs
     visible_GNs = _fold_visible(visible, s_GRts.shape)
     if visible_GNs is not None:

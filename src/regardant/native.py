@@ -86,6 +86,45 @@ def rows(problem: Problem, lse_BHT: Array, queries_N: Array, heads_M: Array) -> 
     return a_BMNS
 
 
+def backward(
+    problem: Problem,
+    out_BHTE: Array,
+    lse_BHT: Array,
+    dout_BHTE: Array,
+    dlse_BHT: Array | None,
+    bias_gradient: bool,  # noqa: FBT001 - the three implementations are called alike
+) -> dict[str, Array]:
+    """Gradients of q, k, v and, where they are there or asked for, sinks and bias.
+
+    Memory beyond the results: a number for each row of a query, dq once more in float32 if its type is narrower, and
+    some megabytes for each thread. The bias's gradient takes its own size.
+    """
+    dtype = problem.accumulator
+    dq, dk, dv = (np.empty(a.shape, a.dtype) for a in (problem.q_BHTD, problem.k_BGSD, problem.v_BGSE))
+    made = {"dq": dq, "dk": dk, "dv": dv}
+    if problem.sinks_H is not None:
+        made["dsinks"] = np.empty(problem.sinks_H.shape, dtype)
+    if problem.bias_BHTS is not None and bias_gradient:
+        made["dbias"] = np.empty(problem.bias_sizes, problem.bias_BHTS.dtype)
+    lse, dlse = (
+        None if array is None else np.ascontiguousarray(array, dtype) for array in (lse_BHT, dlse_BHT)
+    )
+    _native.backward(
+        _hold(problem),
+        _threads(problem),
+        _bits(out_BHTE),
+        _bits(dout_BHTE),
+        lse,
+        dlse,
+        _bits(dq),
+        _bits(dk),
+        _bits(dv),
+        made.get("dsinks"),
+        _bits(made["dbias"]) if "dbias" in made else None,
+    )
+    return made
+
+
 def _hold(problem: Problem) -> _native.Problem:
     q_segments, k_segments = problem.segments or (None, None)
     bias = problem.bias_BHTS

@@ -33,6 +33,8 @@ def implementation(op: str, impl: str) -> ModuleType:
     Raises:
         ValueError: an unknown name.
     """
+    if not isinstance(impl, str):
+        raise TypeError(f"{op}: impl must be a name; got {problems.kind(impl)}")
     if impl == "auto":
         return native
     if impl not in IMPLEMENTATIONS:
@@ -122,7 +124,8 @@ def attention(
         lengths: (B,) integers; keys from lengths[b] on are invisible (right padding).
         segments: a pair of integer ids (B, T) and (B, S); visible only where they are equal (packed documents).
         mask: boolean, broadcastable to (B, H, T, S); True = visible. All conditions hold together.
-        bias: floating, broadcastable to (B, H, T, S), added to the scores; −∞ hides a key as a mask does.
+        bias: floating, broadcastable to (B, H, T, S), added to the scores; −∞ hides a key as a mask does. It is read
+            in the type of scores: −1e39 is −∞ in float32.
         alibi: (H,) slopes (Press et al. 2022).
         softcap: bounds the scores smoothly, before any mask or bias (Gemma 2).
         sinks: (H,) logits that join the denominator only, so that a row's weights sum to less than 1 (GPT-OSS);
@@ -161,6 +164,7 @@ def attention(
         sinks=sinks,
         scale=scale,
     )
+    problems.flag("attention", "return_lse", return_lse)
     seen = implementation("attention", impl).attend(checked)
     out = checked.restore(seen["out"])
     return (out, checked.restore(seen["lse"])) if return_lse else out
@@ -320,8 +324,7 @@ def attention_backward(
     arrived = problems.arrived(
         "attention_backward", checked, out=out, lse=lse, dout=dout, dlse=dlse, bias_gradient=bias_gradient
     )
-    # The compiled kernels have no backward pass yet.
-    chosen = implementation("attention_backward", "blocked" if impl == "auto" else impl)
+    chosen = implementation("attention_backward", impl)
     made = chosen.backward(checked, *arrived, bias_gradient)
     dq, dk, dv = (checked.restore(made[name]) for name in ("dq", "dk", "dv"))
     dbias = None if bias is None or not bias_gradient else made["dbias"].reshape(bias.shape)

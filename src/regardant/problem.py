@@ -31,6 +31,12 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 # Positions are int64 in the arithmetic of masks; sums of a position and an offset must stay inside it.
 FARTHEST = 2**62
 
+# Longest axis of a result that a caller may ask for.
+LONGEST = 2**31 - 1
+
+# Bits from which on an integer in an error is told by its length.
+WORDY = 128
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
@@ -157,24 +163,30 @@ def problem(
         bias_BHTS=None if bias is None else _bias(op, bias, (B, H, T, S)),
         bias_sizes=() if bias is None else (1,) * (4 - bias.ndim) + bias.shape,
         alibi_H=None if alibi is None else _per_head(op, "alibi", alibi, H, accumulator),
-        softcap=None if softcap is None else _softcap(op, softcap),
+        softcap=None if softcap is None else _softcap(op, softcap, accumulator),
         sinks_H=None if sinks is None else _per_head(op, "sinks", sinks, H, accumulator),
-        scale=1 / math.sqrt(D) if scale is None else number(op, "scale", scale),
+        scale=1 / math.sqrt(D)
+        if scale is None
+        else _inside(op, "scale", number(op, "scale", scale), accumulator),
     )
 
 
 def _check_tensors(op: str, q: Array, k: Array, v: Array) -> int:
     """Check q, k and v, each and against each other, and return their rank."""
     for name, array in (("q", q), ("k", k), ("v", v)):
-        # A masked array would lose its mask without a word.
-        if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
-            raise TypeError(f"{op}: {name} must be a NumPy array; got {kind(array)}")
+        _check_array(op, name, array)
         if not _is_float(array.dtype):
             raise TypeError(f"{op}: {name} must be one of {', '.join(FLOATS)}; got {array.dtype}")
         if array.dtype != q.dtype:
             raise TypeError(f"{op}: {name} must be {q.dtype} to match q; got {array.dtype}")
     check_shapes(op, q.shape, k.shape, v.shape)
     return q.ndim
+
+
+def _check_array(op: str, name: str, array: Array) -> None:
+    # A masked array would lose its mask without a word, and a matrix has two axes whatever is done to it.
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray | np.matrix):
+        raise TypeError(f"{op}: {name} must be a NumPy array; got {kind(array)}")
 
 
 @functools.cache
@@ -251,14 +263,13 @@ def _mask(op: str, given: Array, shape: tuple[int, int, int, int]) -> Array:
 
 
 def _bias(op: str, given: Array, shape: tuple[int, int, int, int]) -> Array:
-    if not isinstance(given, np.ndarray) or given.dtype.name not in FLOATS:
+    if not isinstance(given, np.ndarray) or not _is_float(given.dtype):
         raise TypeError(f"{op}: bias must be a floating NumPy array, added to the scores; got {kind(given)}")
     return _broadcast(op, "bias", given, shape)
 
 
 def _broadcast(op: str, name: str, given: Array, shape: tuple[int, int, int, int]) -> Array:
-    if isinstance(given, np.ma.MaskedArray):
-        raise TypeError(f"{op}: {name} must be a plain NumPy array; got {kind(given)}")
+    _check_array(op, name, given)
     fits = given.ndim <= 4 and all(
         have in {1, want} for have, want in zip(given.shape[::-1], shape[::-1], strict=False)
     )
@@ -268,15 +279,26 @@ def _broadcast(op: str, name: str, given: Array, shape: tuple[int, int, int, int
 
 
 def _per_head(op: str, name: str, given: ArrayLike, H: int, dtype: DTypeLike) -> Array:
-    array = np.asarray(given)
+    array = _listed(op, name, given)
     if array.dtype.kind not in "iu" and array.dtype.name not in FLOATS:
         raise TypeError(f"{op}: {name} must be numbers; got {array.dtype}")
     if array.shape != (H,):
         raise ValueError(f"{op}: {name} must be ({H},), one number per query head; got {array.shape}")
-    allowed = np.isfinite(array) | (name == "sinks") & np.isneginf(array)  # a sink of −∞ is none
+    with np.errstate(over="ignore"):  # looked for below
+        numbers_H: Array = array.astype(dtype)
+    allowed = np.isfinite(numbers_H) | (name == "sinks") & np.isneginf(array)  # a sink of −∞ is none
     if not allowed.all():
-        raise ValueError(f"{op}: {name} must be finite; got {array[~allowed][0]}")
-    return array.astype(dtype)
+        raise ValueError(
+            f"{op}: {name} must be finite in {np.dtype(dtype)}, the type of scores; got {array[~allowed][0]}"
+        )
+    return numbers_H
+
+
+def _listed(op: str, name: str, given: ArrayLike) -> Array:
+    try:
+        return np.asarray(given)
+    except ValueError:  # lists of unequal length
+        raise ValueError(f"{op}: {name} must be one flat list; got lists of unequal length") from None
 
 
 def pair(op: str, segments: Any) -> tuple[Any, Any]:
@@ -303,11 +325,18 @@ def flag(op: str, name: str, given: Any) -> bool:
     return bool(given)
 
 
-def _softcap(op: str, given: float) -> float:
+def _softcap(op: str, given: float, accumulator: np.dtype[Any]) -> float:
     softcap = number(op, "softcap", given)
     if softcap <= 0:
         raise ValueError(f"{op}: softcap must be greater than 0, or None for no cap; got {given}")
-    return softcap
+    return _inside(op, "softcap", softcap, accumulator)
+
+
+def _inside(op: str, name: str, given: float, accumulator: np.dtype[Any]) -> float:
+    """Refuse a number that the type of scores has no room for."""
+    if abs(given) > float(np.finfo(accumulator).max):
+        raise ValueError(f"{op}: {name} must be finite in {accumulator}, the type of scores; got {given}")
+    return given
 
 
 def number(op: str, name: str, given: Any) -> float:
@@ -318,16 +347,20 @@ def number(op: str, name: str, given: Any) -> float:
     """
     if not isinstance(given, numbers.Real | np.floating) or isinstance(given, bool):
         raise TypeError(f"{op}: {name} must be a number; got {kind(given)}")
-    if not math.isfinite(given):
-        raise ValueError(f"{op}: {name} must be finite; got {given}")
-    return float(given)
+    try:
+        value = float(given)
+    except OverflowError:  # an integer
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"{op}: {name} must be finite; got {kind(given)}")
+    return value
 
 
-def integer(op: str, name: str, given: Any, *, low: int = -FARTHEST) -> int:
-    """Check a whole number of at least `low`.
+def integer(op: str, name: str, given: Any, *, low: int = -FARTHEST, high: int | None = None) -> int:
+    """Check a whole number of at least `low` and at most `high`.
 
     Raises:
-        TypeError: it is no whole number. `ValueError`: it is too low.
+        TypeError: it is no whole number. `ValueError`: it is too low or too high.
     """
     if isinstance(given, bool | np.bool):
         raise TypeError(f"{op}: {name} must be an integer; got {kind(given)}")
@@ -336,14 +369,18 @@ def integer(op: str, name: str, given: Any, *, low: int = -FARTHEST) -> int:
     except TypeError:
         raise TypeError(f"{op}: {name} must be an integer; got {kind(given)}") from None
     if whole < low:
-        raise ValueError(f"{op}: {name} must be at least {low}; got {whole}")
+        raise ValueError(f"{op}: {name} must be at least {low}; got {kind(whole)}")
+    if high is not None and whole > high:
+        raise ValueError(f"{op}: {name} must be at most {high}; got {kind(whole)}")
     return whole
 
 
 def _integers(op: str, name: str, given: ArrayLike) -> Array:
-    array = np.asarray(given)
+    array = _listed(op, name, given)
     if array.dtype.kind not in "iu" and array.size:
-        raise TypeError(f"{op}: {name} must be integers; got {array.dtype}")
+        raise TypeError(f"{op}: {name} must be integers of 64 bits at most; got {array.dtype}")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{op}: {name} must be at most 2**63 - 1; got {array.max()}")
     return array if array.dtype.kind in "iu" else array.astype(np.int64)
 
 
@@ -351,6 +388,8 @@ def kind(given: object) -> str:
     """What came, in a few words: an array by type and shape, a plain value by its text, all else by class."""
     if isinstance(given, np.ndarray):
         return f"{type(given).__name__} of {given.dtype} {given.shape}"
+    if isinstance(given, int) and given.bit_length() > WORDY:
+        return f"an integer of {given.bit_length()} bits"
     if given is None or isinstance(given, str | int | float | bool):
         return repr(given)
     return f"{type(given).__module__}.{type(given).__qualname__}"
@@ -382,10 +421,10 @@ def watch(op: str, *, top: int, received: bool, pooled: tuple[int, int] | None) 
         if not isinstance(pooled, tuple | list) or len(pooled) != 2:
             raise TypeError(f"{op}: pooled must be a pair (query blocks, key blocks); got {kind(pooled)}")
         pooled = (
-            integer(op, "pooled's query blocks", pooled[0], low=1),
-            integer(op, "pooled's key blocks", pooled[1], low=1),
+            integer(op, "pooled's query blocks", pooled[0], low=1, high=LONGEST),
+            integer(op, "pooled's key blocks", pooled[1], low=1, high=LONGEST),
         )
-    return Watch(integer(op, "top", top, low=0), flag(op, "received", received), pooled)
+    return Watch(integer(op, "top", top, low=0, high=LONGEST), flag(op, "received", received), pooled)
 
 
 def arrived(
@@ -412,11 +451,13 @@ def _result(
     op: str, problem: Problem, name: str, array: Array, dtype: np.dtype[Any], full: tuple[int, ...]
 ) -> Array:
     """Check one of the forward pass's results, or the gradient arriving at it, and give it all its axes."""
-    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
-        raise TypeError(f"{op}: {name} must be a NumPy array; got {kind(array)}")
+    _check_array(op, name, array)
+    q, v = problem.q_BHTD, problem.v_BGSE
     if array.dtype != dtype:
-        raise TypeError(f"{op}: {name} must be {dtype} for q of {problem.q_BHTD.dtype}; got {array.dtype}")
-    shape = full[4 - problem.rank :]
+        raise TypeError(f"{op}: {name} must be {dtype} to go with q of {q.dtype}; got {array.dtype}")
+    missing = 4 - problem.rank  # axes that the caller's arrays do not have
+    shape = full[missing:]
     if array.shape != shape:
-        raise ValueError(f"{op}: {name} must be {shape}, as attention gives it; got {array.shape}")
+        like = f"q {q.shape[missing:]}" + (f" and v {v.shape[missing:]}" if len(full) == 4 else "")
+        raise ValueError(f"{op}: {name} must be {shape} to match {like}; got {array.shape}")
     return array.reshape(full)

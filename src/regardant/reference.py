@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from regardant.problem import FLOATS, integer, kind
+
 if TYPE_CHECKING:
     from regardant.problem import Array, Problem, Watch
 
@@ -35,10 +37,14 @@ def causal_attention(x_TC: Array, wq_CD: Array, wk_CD: Array, wv_CE: Array) -> A
         out_TE, in x's type. Scores are float32 at least. Memory grows with T².
 
     Raises:
-        ValueError: x that is not one sequence; shapes that do not chain, from NumPy's own product.
+        TypeError: what is no floating NumPy array.
+        ValueError: x that is not one sequence; shapes that do not chain.
     """
-    if x_TC.ndim != 2:
-        raise ValueError(f"causal_attention: x must be (T, C), one sequence; got {x_TC.shape}")
+    _check_sequence("causal_attention", x_TC)
+    for name, w in (("wq", wq_CD), ("wk", wk_CD), ("wv", wv_CE)):
+        _check_projection("causal_attention", name, w, x_TC.shape[1], "x's width")
+    if wk_CD.shape != wq_CD.shape:
+        raise ValueError(f"causal_attention: wk must be {wq_CD.shape}, as wq is; got {wk_CD.shape}")
     wide = np.promote_types(x_TC.dtype, np.float32)
     q_TD, k_TD, v_TE = (x_TC.astype(wide) @ w.astype(wide) for w in (wq_CD, wk_CD, wv_CE))
     s_TT = q_TD @ k_TD.T / math.sqrt(q_TD.shape[-1])
@@ -72,9 +78,15 @@ def multi_head_attention(
         out_TC, in x's type. Memory grows with T².
 
     Raises:
-        ValueError: a number of heads that does not divide what it should.
+        TypeError: what is no floating NumPy array, or no whole number of heads.
+        ValueError: a number of heads that does not divide what it should; shapes that do not chain.
     """
-    kv_heads = heads if kv_heads is None else kv_heads
+    op = "multi_head_attention"
+    heads = integer(op, "heads", heads)
+    kv_heads = heads if kv_heads is None else integer(op, "kv_heads", kv_heads)
+    _check_sequence(op, x_TC)
+    for name, w in (("wq", wq_CHD), ("wk", wk_CGD), ("wv", wv_CGE)):
+        _check_projection(op, name, w, x_TC.shape[1], "x's width")
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(
             f"multi_head_attention: heads must be a multiple of kv_heads; got {heads} and {kv_heads}"
@@ -83,17 +95,39 @@ def multi_head_attention(
         ("wq", wq_CHD.shape[-1], heads),
         ("wk", wk_CGD.shape[-1], kv_heads),
         ("wv", wv_CGE.shape[-1], kv_heads),
-        ("wo", wo_HEC.shape[0], heads),
     ):
         if columns % parts:
             raise ValueError(
                 f"multi_head_attention: {name} must divide into {parts} heads; got {columns} wide"
             )
+    if wk_CGD.shape[1] * heads != wq_CHD.shape[1] * kv_heads:
+        wanted = wq_CHD.shape[1] // heads * kv_heads
+        raise ValueError(f"{op}: wk must be {wanted} wide, as wq's heads are; got {wk_CGD.shape[1]}")
+    _check_projection(op, "wo", wo_HEC, wv_CGE.shape[1] // kv_heads * heads, "the heads' values")
     wq, wo = np.split(wq_CHD, heads, axis=-1), np.split(wo_HEC, heads, axis=0)
     wk, wv = np.split(wk_CGD, kv_heads, axis=-1), np.split(wv_CGE, kv_heads, axis=-1)
     group = heads // kv_heads
     written = [causal_attention(x_TC, wq[h], wk[h // group], wv[h // group]) @ wo[h] for h in range(heads)]
     return np.sum(written, axis=0, dtype=x_TC.dtype)
+
+
+def _check_sequence(op: str, x_TC: Array) -> None:
+    _check_floating(op, "x", x_TC)
+    if x_TC.ndim != 2:
+        raise ValueError(f"{op}: x must be (T, C), one sequence; got {x_TC.shape}")
+
+
+def _check_projection(op: str, name: str, w: Array, rows: int, what: str) -> None:
+    _check_floating(op, name, w)
+    if w.ndim != 2 or w.shape[0] != rows or w.shape[1] == 0:
+        raise ValueError(
+            f"{op}: {name} must have {rows} rows, {what}, and at least one column; got {w.shape}"
+        )
+
+
+def _check_floating(op: str, name: str, array: Array) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype.name not in FLOATS:
+        raise TypeError(f"{op}: {name} must be a NumPy array of {', '.join(FLOATS)}; got {kind(array)}")
 
 
 def mix(a_TS: Array, v_SE: Array, visible_TS: Array) -> Array:
@@ -164,8 +198,11 @@ def _options(problem: Problem, s_BHTS: Array) -> tuple[Array, Array]:
     p_T1, j_S = problem.offset + np.arange(T)[:, None], np.arange(S)
     visible_BHTS = np.ones(s_BHTS.shape, np.bool)
     if problem.bias_BHTS is not None:
-        s_BHTS = s_BHTS + problem.bias_BHTS.astype(np.float64)
-        visible_BHTS &= problem.bias_BHTS != -np.inf  # a bias of −∞ hides a key as a mask does
+        bias_BHTS = problem.bias_BHTS.astype(
+            problem.accumulator
+        )  # in the type of scores, −1e39 is −∞ in float32
+        s_BHTS = s_BHTS + bias_BHTS.astype(np.float64)
+        visible_BHTS &= bias_BHTS != -np.inf  # a bias of −∞ hides a key as a mask does
     if problem.alibi_H is not None:
         s_BHTS = s_BHTS - problem.alibi_H.astype(np.float64)[:, None, None] * (p_T1 - j_S)
     if problem.causal:

@@ -10,10 +10,15 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from regardant.problem import integer
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 Item = TypeVar("Item")
+
+# Nobody has as many cores, and a count is an int in the kernels.
+MOST = 65_536
 
 _chosen: int | None = None
 _followed: Callable[[], int] | None = None
@@ -23,14 +28,10 @@ def set_num_threads(count: int) -> None:
     """Use `count` threads from now on, in the whole process.
 
     Raises:
-        TypeError: a count that is no integer. `ValueError`: one below 1.
+        TypeError: a count that is no integer. `ValueError`: one below 1 or above 65,536.
     """
     global _chosen  # noqa: PLW0603 - a process-wide setting is what this is
-    if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(f"set_num_threads: count must be an integer; got {count!r}")
-    if count < 1:
-        raise ValueError(f"set_num_threads: count must be at least 1; got {count}")
-    _chosen = count
+    _chosen = integer("set_num_threads", "count", count, low=1, high=MOST)
 
 
 def follow(count: Callable[[], int]) -> None:
@@ -46,7 +47,7 @@ def num_threads() -> int:
     this process may run on.
 
     Raises:
-        ValueError: an OMP_NUM_THREADS that does not begin with a number of at least 1.
+        ValueError: an OMP_NUM_THREADS that does not begin with a number from 1 to 65,536.
     """
     if _chosen is not None:
         return _chosen
@@ -55,8 +56,8 @@ def num_threads() -> int:
     said = os.environ.get("OMP_NUM_THREADS", "").strip()
     if said:
         first = said.split(",", maxsplit=1)[0].strip()  # OpenMP allows a list, one number per nesting level
-        if not first.isdecimal() or int(first) < 1:
-            raise ValueError(f"OMP_NUM_THREADS must be a number of at least 1; got {said!r}")
+        if not first.isdecimal() or not 1 <= int(first) <= MOST:
+            raise ValueError(f"OMP_NUM_THREADS must be a number from 1 to {MOST}; got {said!r}")
         return int(first)
     try:
         return len(os.sched_getaffinity(0))

@@ -118,3 +118,31 @@ def test_narrowing_what_is_never_drawn_is_refused(option, capsys):
     assert main(["generate", "a", option, "1"]) == 2
     _, err = capsys.readouterr()
     assert f"{option} narrows what is drawn, and nothing is at temperature 0: give --temperature too" in err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_torch_writes_the_same_text(as_data, dtype):
+    ours = as_data("hello", "--max-tokens", "30")
+    theirs = as_data("hello", "--max-tokens", "30", "--engine", "torch", "--dtype", dtype)
+    assert theirs["ids"] == ours["ids"]
+    assert theirs["settings"]["engine"] == "torch"
+    assert theirs["settings"]["dtype"] == dtype
+
+
+def test_torch_in_bfloat16_writes_too(as_data):
+    assert len(as_data("hello", "--max-tokens", "5", "--engine", "torch", "--dtype", "bfloat16")["ids"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--engine", "jax"], b'load: engine must be "numpy" or "torch"; got \'jax\''),
+        (
+            ["--dtype", "bfloat16"],
+            b'load: dtype must be "float32" or "float64", or engine "torch"; got \'bfloat16\'',
+        ),
+    ],
+)
+def test_an_engine_there_is_none_of_is_named_before_a_model_is_loaded(capsysbinary, arguments, sentence):
+    assert main(["generate", "--model", "no/such.gguf", "hello", *arguments]) != 0
+    assert sentence in capsysbinary.readouterr().err

@@ -278,3 +278,15 @@ def test_models_are_listed(capsys):
     entries = json.loads(capsys.readouterr().out)
     assert [set(entry) for entry in entries] == [{"name", "what", "bytes", "cached"}] * len(entries)
     assert "smollm2" in [entry["name"] for entry in entries]
+
+
+def test_without_the_extra_one_sentence_says_what_to_install():
+    hide = (
+        "import sys; sys.modules['typer'] = None; from regardant.cli import main; sys.exit(main(['--help']))"
+    )
+    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "regardant: the command line needs typer, which the extra brings: python -m pip install 'regardant[lm]'\n"
+    )

@@ -170,9 +170,13 @@ def test_what_a_run_holds_grows_linearly(pair):
     def held(count):
         layers = ours.look(text_of(count), top=2).layers.values()
         arrays = [v for layer in layers for v in vars(layer).values() if isinstance(v, np.ndarray)]
-        inner = [a for layer in layers for a in vars(layer._rows.args[0]).values() if isinstance(a, np.ndarray)]
+        inner = [
+            a for layer in layers for a in vars(layer._rows.args[0]).values() if isinstance(a, np.ndarray)
+        ]
         problems = [
-            getattr(layer._rows.args[0]._problem, n) for layer in layers for n in ("q_BHTD", "k_BGSD", "v_BGSE")
+            getattr(layer._rows.args[0]._problem, n)
+            for layer in layers
+            for n in ("q_BHTD", "k_BGSD", "v_BGSE")
         ]
         return sum({a.__array_interface__["data"][0]: a.nbytes for a in arrays + inner + problems}.values())
 

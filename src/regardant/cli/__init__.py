@@ -27,7 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _prepare_streams()
     try:
         from regardant.cli.app import run
-
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "regardant":
+            raise
+        complain(
+            f"the command line needs {error.name}, which the extra brings: python -m pip install 'regardant[lm]'"
+        )
+        return MISTAKE
+    try:
         code = run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:

@@ -108,15 +108,15 @@ def look(
     run = _run(given, model, layers, token, chat=chat)
     index, remark = choose(run, token, word)
     sources = run.sources(token=index, top=top)
-    if not as_json:
-        if is_example:
-            terminal.say(f"An example, as no text was given: {EXAMPLE_TEXT}\n\n")
-        describe(run, sources, remark, "all layers" if layers is None else f"layers {layers}")
-    if page is not None:
+    if page is not None:  # first: the reader of a pipe may go away before the table's end
         _write(page, run, index)
     if as_json:
         terminal.say_json(as_data(run, sources, page))
-    elif page is not None:
+        return
+    if is_example:
+        terminal.say(f"An example, as no text was given: {EXAMPLE_TEXT}\n\n")
+    describe(run, sources, remark, "all layers" if layers is None else f"layers {layers}")
+    if page is not None:
         terminal.say(f"Every other token, layer and head: {terminal.inert(str(page))}\n")
 
 

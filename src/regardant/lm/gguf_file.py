@@ -114,7 +114,7 @@ class _Reader:
 
     def cut_short(self) -> LoadError:
         return LoadError(
-            f"{self.path}: is cut short: its header does not end within its {len(self.data):,} bytes; "
+            f"{self.path}: is cut short or damaged: its header does not end within its {len(self.data):,} bytes; "
             "fetch or copy the file again"
         )
 

@@ -59,7 +59,9 @@ def load(
     if engine == "numpy":
         return model
     weights = dict(model.weights)
-    model = dataclasses.replace(model, weights={})  # so that nothing holds the arrays while they are converted
+    model = dataclasses.replace(
+        model, weights={}
+    )  # so that nothing holds the arrays while they are converted
     return dataclasses.replace(model, weights=engines.convert(weights, engine, dtype))
 
 

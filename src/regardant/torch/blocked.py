@@ -130,25 +130,23 @@ class _Rows:
     def finish(self) -> dict[str, torch.Tensor]:
         """The rows' results, axes (B, G, R, t, …). Rows that saw nothing: out 0, lse −∞, weights 0."""
         live_BGRt = self.m_BGRt != -torch.inf
-        plain_BGRt = self.m_BGRt + torch.log(self.l_BGRt)
-        lse_BGRt = plain_BGRt
+        lse_BGRt = self.m_BGRt + torch.log(self.l_BGRt)
+        total_BGRt = torch.where(live_BGRt, self.l_BGRt, 1)
         out_BGRtE = self.mean_BGRtE
         if self.sinks_GR1 is not None:  # a sink joins the denominator, and no value comes with it
-            lse_BGRt = torch.where(live_BGRt, torch.logaddexp(plain_BGRt, self.sinks_GR1), -torch.inf)
-            share_BGRt = torch.where(live_BGRt, torch.exp(plain_BGRt - lse_BGRt), 0)
-            out_BGRtE = out_BGRtE * share_BGRt[..., None]
+            lse_BGRt = torch.where(live_BGRt, torch.logaddexp(lse_BGRt, self.sinks_GR1), -torch.inf)
+            total_BGRt = torch.where(live_BGRt, self.l_BGRt + torch.exp(self.sinks_GR1 - self.m_BGRt), 1)
+            out_BGRtE = out_BGRtE * (self.l_BGRt / total_BGRt)[..., None]
         seen = {"out": out_BGRtE, "lse": lse_BGRt}
         if self.watch is not None:
-            seen |= self._observed(live_BGRt, plain_BGRt, lse_BGRt)
+            seen |= self._observed(live_BGRt, total_BGRt, lse_BGRt)
         return seen
 
     def _observed(
-        self, live_BGRt: torch.Tensor, plain_BGRt: torch.Tensor, lse_BGRt: torch.Tensor
+        self, live_BGRt: torch.Tensor, total_BGRt: torch.Tensor, lse_BGRt: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """H = −Σ a log a = Σ a·(lse − m) − Σ a·(s − m), and the sink, if there is one, as one more outcome."""
-        share_BGRt = torch.where(live_BGRt, torch.exp(plain_BGRt - lse_BGRt), 0)  # Σ a
-        mean_BGRt = self.w_BGRt / torch.where(self.l_BGRt == 0, 1, self.l_BGRt)
-        entropy_BGRt = ((lse_BGRt - self.m_BGRt) - mean_BGRt) * share_BGRt
+        entropy_BGRt = ((lse_BGRt - self.m_BGRt) * self.l_BGRt - self.w_BGRt) / total_BGRt
         sink_BGRt = torch.zeros_like(lse_BGRt)
         if self.sinks_GR1 is not None:
             log_sink_BGRt = torch.where(live_BGRt, (self.sinks_GR1 - lse_BGRt).clamp(max=0), -torch.inf)
@@ -193,7 +191,8 @@ def backward(
     dsinks_H = None
     if p.sinks_H is not None:
         pull_BHT = -torch.exp(p.sinks_H[:, None] - base_BHT) * delta_BHT
-        dsinks_H = torch.where(live_BHT, pull_BHT, 0).sum(dim=(0, 2))
+        widest = p.accumulator if p.q_BHTD.device.type == "mps" else torch.float64  # which has no float64
+        dsinks_H = torch.where(live_BHT, pull_BHT, 0).sum(dim=(0, 2), dtype=widest).to(p.accumulator)
     return sums.finish(bias, dsinks_H)
 
 
@@ -356,7 +355,7 @@ def _finished(
     at_t = torch.arange(t.start, t.stop, device=device) if isinstance(t, slice) else t
     distance_ts = (p.offset + at_t)[:, None] - torch.arange(s.start, s.stop, device=device)
     if p.bias_BHTS is not None:
-        s_BGRts = s_BGRts + _by_group(p.bias_BHTS[:, :, t, s], s_BGRts.shape).to(s_BGRts.dtype)
+        s_BGRts = s_BGRts + _bias(p, t, s, s_BGRts.shape)
     if p.alibi_H is not None:
         slopes_GR11 = p.alibi_H.reshape(*s_BGRts.shape[1:3], 1, 1)
         s_BGRts = s_BGRts - slopes_GR11 * distance_ts.to(s_BGRts.dtype)
@@ -383,9 +382,9 @@ def _visible(
         q_BT, k_BS = p.segments
         conditions.append((q_BT[:, t, None] == k_BS[:, None, s])[:, None, None])
     if p.mask_BHTS is not None:
-        conditions.append(_by_group(p.mask_BHTS[:, :, t, s], shape))
+        conditions.append(p.mask_BHTS[:, :, t, s].reshape(shape))
     if p.bias_BHTS is not None:  # a bias of −∞ hides a key as a mask does
-        conditions.append(_by_group(p.bias_BHTS[:, :, t, s] != -torch.inf, shape))
+        conditions.append(_bias(p, t, s, shape) != -torch.inf)
     if not conditions:
         return None
     visible = conditions[0]
@@ -405,15 +404,17 @@ def _hide(x_BGRts: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     return x_BGRts if visible is None else torch.where(visible, x_BGRts, 0)
 
 
-def _by_group(tile_BHts: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return tile_BHts.reshape(shape)
+def _bias(p: TensorProblem, t: slice | torch.Tensor, s: slice, shape: tuple[int, ...]) -> torch.Tensor:
+    assert p.bias_BHTS is not None  # noqa: S101 - asked only where there is one
+    return p.bias_BHTS[:, :, t, s].reshape(shape).to(p.accumulator)
 
 
 def _mix(a_BGRts: torch.Tensor, x_BGsW: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     """Σ_s a x, (B, G, R, t, W); over visible pairs only, should `visible` be given."""
     B, G, R, t, s = a_BGRts.shape
     aside = None if visible is None else visible.expand(a_BGRts.shape).reshape(B, G, R * t, s)
-    return _product(a_BGRts.reshape(B, G, R * t, s), x_BGsW, aside).reshape(B, G, R, t, -1)
+    y_BGNW = _product(a_BGRts.reshape(B, G, R * t, s), x_BGsW, aside)
+    return y_BGNW.reshape(B, G, R, t, y_BGNW.shape[-1])
 
 
 def _gather(a_BGRts: torch.Tensor, x_BGNW: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

@@ -219,7 +219,7 @@ def _compiled_flex() -> Callable[..., Any]:
 
 def _score_mod(p: TensorProblem) -> Callable[..., torch.Tensor] | None:
     """What happens to a score: softcap, bias, ALiBi, in the order of the definition."""
-    softcap, bias, alibi, offset = p.softcap, p.bias_BHTS, p.alibi_H, p.offset
+    softcap, bias, alibi, offset, wide = p.softcap, p.bias_BHTS, p.alibi_H, p.offset, p.accumulator
     if softcap is None and bias is None and alibi is None:
         return None
 
@@ -229,7 +229,7 @@ def _score_mod(p: TensorProblem) -> Callable[..., torch.Tensor] | None:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         if bias is not None:
-            score = score + bias[b, h, i, j]
+            score = score + bias[b, h, i, j].to(wide)
         if alibi is not None:
             score = score - alibi[h] * (offset + i - j)
         return score
@@ -241,7 +241,7 @@ def _mask_mod(p: TensorProblem) -> Callable[..., torch.Tensor]:
     """Whether a key is visible to a query: every condition of the definition."""
     conditions: list[Callable[..., torch.Tensor]] = []
     offset, window, starts, lengths = p.offset, p.window, p.starts_B, p.lengths_B
-    mask, bias, segments = p.mask_BHTS, p.bias_BHTS, p.segments
+    mask, bias, segments, wide = p.mask_BHTS, p.bias_BHTS, p.segments, p.accumulator
     if p.causal:
         conditions.append(lambda _b, _h, i, j: j <= offset + i)
     if window is not None:
@@ -256,7 +256,7 @@ def _mask_mod(p: TensorProblem) -> Callable[..., torch.Tensor]:
     if mask is not None:
         conditions.append(lambda b, h, i, j: mask[b, h, i, j])
     if bias is not None:  # a bias of −∞ hides a key as a mask does
-        conditions.append(lambda b, h, i, j: bias[b, h, i, j] != -torch.inf)
+        conditions.append(lambda b, h, i, j: bias[b, h, i, j].to(wide) != -torch.inf)
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         visible = j >= 0

@@ -71,6 +71,8 @@ def attention(
         "attention", q, k, v, causal=causal, offset=offset, window=window, starts=starts, lengths=lengths,
         segments=segments, mask=mask, bias=bias, alibi=alibi, softcap=softcap, sinks=sinks, scale=scale, impl=impl,
     )  # fmt: skip
+    if not isinstance(return_lse, bool):
+        problems.flag("attention", "return_lse", return_lse)
     q, k, v = _typed("attention", q, k, v)
     if not (q.is_cpu and options.impl in _ON_CPU):
         name = devices.choose(devices.describe(q, k, v, options, lse=return_lse), options.impl)
@@ -173,7 +175,7 @@ def scaled_dot_product_attention(
 def _typed(
     op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Under `torch.autocast`, cast as torch does for its own attention; then refuse types that differ, or do not fit."""
+    """Under `torch.autocast`, cast as torch does for its own attention; then refuse types that do not fit."""
     kind = q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

@@ -137,7 +137,7 @@ class CausalSelfAttention(torch.nn.Module):  # type: ignore[misc]
         split = (*x_BTC.shape[:2], -1, self.head_width)
         q_BTHD, k_BTGD, v_BTGD = (p(x_BTC).reshape(split) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
-            q_BTHD, k_BTGD = self.q_norm(q_BTHD), self.k_norm(k_BTGD)
+            q_BTHD, k_BTGD = _normed(q_BTHD, self.q_norm), _normed(k_BTGD, self.k_norm)
         if self.rope_theta is not None:
             turn = rotary_tables(x_BTC, past, starts, self.head_width, self.rope_theta)
             q_BTHD, k_BTGD = rotate(q_BTHD, *turn), rotate(k_BTGD, *turn)
@@ -151,6 +151,11 @@ class CausalSelfAttention(torch.nn.Module):  # type: ignore[misc]
             raise ValueError(
                 "CausalSelfAttention: cache must be None where gradients are recorded; use torch.no_grad() with it"
             )
+
+
+def _normed(x: torch.Tensor, norm: torch.nn.RMSNorm) -> torch.Tensor:
+    """Norm in the type of the gains, which `torch.autocast` leaves wide, and round to that of x."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def rotary_tables(

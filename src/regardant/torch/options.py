@@ -142,9 +142,14 @@ def _listed(op: str, name: str, given: Any, device: torch.device) -> torch.Tenso
 
 
 def _integer(op: str, name: str, given: Any) -> int | None:
-    if given is None or type(given) is int or isinstance(given, torch.SymInt):
+    """A whole number that a schema has room for; farther than every key is as far as any."""
+    if (
+        given is None
+        or isinstance(given, torch.SymInt)
+        or (type(given) is int and abs(given) < problems.FARTHEST)
+    ):
         return given
-    return problems.integer(op, name, given)
+    return min(problems.integer(op, name, given), problems.FARTHEST)
 
 
 def _number(op: str, name: str, given: Any) -> float | None:

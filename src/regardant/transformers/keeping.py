@@ -378,7 +378,7 @@ class Layer:
             # A value that is one number wide: the output is not asked for.
             with torch.no_grad():
                 look = rt.look(q_BMnD, k_BMsD, k_BMsD[..., :1], **options, top=0)
-                a_BMnS = look.rows(np.arange(stop - first))
+                a_BMnS = torch.as_tensor(look.rows(np.arange(stop - first)))
                 # Scores of one query are rounded otherwise in lse than in rows: that is a factor common to the row.
                 total_BMn = a_BMnS.sum(dim=-1) + look.sink_weight
                 a_BMnS /= torch.where(total_BMn == 0, 1, total_BMn)[..., None]
