@@ -307,6 +307,8 @@ def test_dropout_in_training_is_refused_by_the_models_name_for_it():
         model(tokens())
     model.eval()
     assert model(tokens()).logits.isfinite().all()
+    q = torch.randn(1, 2, 3, 4)
+    attention_forward(torch.nn.Module().eval(), q, q, q, None, dropout=0.2)  # which eager attention then leaves out
 
 
 def test_a_model_that_computes_attention_by_itself_is_refused():
@@ -351,3 +353,19 @@ def test_half_precision_and_autocast_run():
     for got in (cast, half):
         assert got.dtype == torch.bfloat16
         assert float((got - want).norm() / want.norm()) < 0.1
+
+
+@torch.no_grad()
+def test_torch_compile_sees_one_graph():
+    model = tiny_models.build("mistral")
+    model.set_attn_implementation("regardant")
+    ids, mask = tokens(), padding("left")
+    want = model(ids, attention_mask=mask).logits
+    got = torch.compile(model, backend="eager", fullgraph=True)(ids, attention_mask=mask).logits
+    torch.testing.assert_close(
+        got[mask.bool()], want[mask.bool()], rtol=1e-5, atol=1e-5 * float(want.abs().max())
+    )
+    said = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    written = model.generate(ids, cache_implementation="static", **said)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(ids, cache_implementation="static", **said), written)

@@ -57,7 +57,7 @@ def attention_forward(
         query: (B, H, T, D), or (1, H, T, D) for the same queries in every row. `key`: (B, G, S, D).
         value: (B, G, S, E).
         attention_mask: (·, ·, T, S), a `LazyMask`, boolean, or added to the scores; None: see `is_causal`.
-        dropout: must be 0.
+        dropout: must be 0 in training.
         scaling: factor on the scores; None for 1/√D.
         is_causal: without a mask, whether several queries see no later key, the first query standing at the first
             key; by default as the module says.
@@ -72,7 +72,7 @@ def attention_forward(
         ValueError: an option that is refused (see the module), or shapes that do not fit.
         TypeError: a mask that is no tensor.
     """
-    _refuse(dropout, more)
+    _refuse(dropout if module.training else 0.0, more)
     query, key, value = in_autocast(query, key, value)
     B, T, S = key.shape[0], query.shape[2], key.shape[2]
     if query.shape[0] == 1 != B:

@@ -200,8 +200,7 @@ class Layer:
             )
         forward = self._arrived(self)
         if forward is None:
-            out: torch.Tensor = rt.attention(query, key, value, **options)
-            return out
+            return rt.attention(query, key, value, **options)
         seen = rt.look(query, key, value, **options, top=self._settings.top, received=self._settings.received)
         # Whatever mode the model runs in, what is kept are plain tensors of the types that they have.
         with (
@@ -213,7 +212,10 @@ class Layer:
             self._place(forward, query.shape[2], key)
             self._keep_keys(forward, key, value)
             self._keep_queries(forward, query, key.shape[2], seen, again)
-        return seen.out
+        if query.device.type == "cpu":
+            return seen.out  # has attention's bits
+        # Elsewhere attention may be served by torch's own, which looks at nothing.
+        return rt.attention(query, key, value, **options)
 
     def _choose_heads(self, H: int) -> None:
         asked = self._settings.heads
@@ -262,7 +264,8 @@ class Layer:
     def _keep_queries(
         self, forward: Forward, query: torch.Tensor, S: int, seen: Look, again: Options | None
     ) -> None:
-        T, heads, key = query.shape[2], self._heads, max(0, forward.stop - S)
+        T, key = query.shape[2], max(0, forward.stop - S)
+        heads: Any = slice(None) if self._settings.heads is None else self._heads
         keep = T if self._settings.keep_rows is None else min(T, self._settings.keep_rows)
         for name, kept in self._statistics.items():
             statistic = getattr(seen, name)[:, heads]
@@ -414,7 +417,8 @@ def _rows_of(layer: Layer, _lse: torch.Tensor, queries_N: Array, heads_M: Array)
 
 def _mark(parameter: torch.Tensor) -> tuple[int, int]:
     """What differs when a parameter is another or has changed."""
-    return parameter.data_ptr(), parameter._version  # noqa: SLF001 - torch's own count of changes
+    # Torch's own count of changes, which it does not keep for what was made in inference mode.
+    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version  # noqa: SLF001
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

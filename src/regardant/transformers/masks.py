@@ -327,14 +327,15 @@ def _visible(
         return None
     B, T, S = shape
     q_offset, kv_offset = offsets
-    b_B1 = torch.arange(B, device=device)[:, None]
-    q_N, k_N = (
-        offset + torch.arange(size, device=device) for offset, size in ((q_offset, T), (kv_offset, S))
-    )
     segments: Ids | None = None
-    for ids in pattern.ids:
-        pair = ids(b_B1, q_N).expand(B, T), ids(b_B1, k_N).expand(B, S)
-        segments = pair if segments is None else both(segments, pair)
+    if pattern.ids:
+        b_B1 = torch.arange(B, device=device)[:, None]
+        q_T, k_S = (
+            offset + torch.arange(size, device=device) for offset, size in ((q_offset, T), (kv_offset, S))
+        )
+        for ids in pattern.ids:
+            pair = ids(b_B1, q_T).expand(B, T), ids(b_B1, k_S).expand(B, S)
+            segments = pair if segments is None else both(segments, pair)
     starts_B, lengths_B, segments = _padding(attention_mask, kv_offset, shape, segments)
     return Visible(
         shape,

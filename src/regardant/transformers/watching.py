@@ -12,8 +12,8 @@ grows linearly with the text: per token and layer, for each head watched
     4 (and 4 with `received`)           what the token's value writes at weight 1; what it gave in all
     D numbers of the model's type       its query, of which `keep_rows` may keep fewer
 
-and G·D numbers of the model's type for the keys: with SmolLM2 and top=8 3.8 kB in float32, which is 115 kB a token
-for its 30 layers, and 69 kB in bfloat16.
+and G·D numbers of the model's type for the keys: with SmolLM2 and top=8 3.8 kB in float32, 115 kB a token for
+its 30 layers, and 69 kB in bfloat16. A mask that has no description (see `regardant.transformers.masks`) is kept too.
 
 A forward whose first token does not stand behind the last one seen begins anew (a new text, an unrelated batch), or
 goes on from where it stands (a cache that was cropped): what stood there is dropped. Refused: models that were loaded
@@ -138,6 +138,8 @@ class Watch:
             ids_BT = torch.full(embedded.shape[:2], -1, device=embedded.device)
         caches = [given[name] for name in ("cache", "past_key_values") if given.get(name) is not None]
         self._forward = Forward(int(caches[0].get_seq_length()) if caches else 0, ids_BT.shape[1])
+        if self._forward.past == 0:
+            self._layers = {}
         self._read(self._forward, ids_BT, given.get("attention_mask"))
 
     def _read(self, forward: Forward, ids_BT: torch.Tensor, mask: Any) -> None:
@@ -219,7 +221,7 @@ class Watch:
         """Where a token drew its information from, by token and by named part; see `regardant.runs.Run.sources`.
 
         The last token is the last that the model has read; the one that it then wrote, if nothing followed, has not
-        been read.
+        been read. Heads are counted among those watched.
         """
         return self.run(row).sources(token, top, layers=layers, heads=heads)
 
