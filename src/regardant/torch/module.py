@@ -117,6 +117,8 @@ class CausalSelfAttention(torch.nn.Module):  # type: ignore[misc]
         if cache is not None:
             self._check_cache(k_BGTD, segments)
             k_BGSD, v_BGSD = cache.write(self.layer, k_BGTD, v_BGTD)
+            # A row may begin beyond what the cache holds so far; until then it sees nothing.
+            starts = None if starts is None else starts.clamp(max=k_BGSD.shape[2])
         out_BHTD = attention(
             q_BHTD,
             k_BGSD,
