@@ -148,6 +148,33 @@ def test_one_product_serves_projections_of_one_input():
     assert rows_of_one([weights[name] for name in names[:2]]) is None
 
 
+def test_how_weights_begin():
+    chosen = settings.settings("nano", {"width": 256, "heads": 8, "layers": 2, "ffn": 512})
+    config = Config.from_hugging_face(settings.hugging_face_config(chosen, 4096, 0, 0))
+    parameters = Parameters(config)
+    parameters.begin(3, config.layers)
+    first = {name: tensor.clone() for name, tensor in parameters.named()}
+    embeddings = first.pop("model.embed_tokens.weight")
+    common = embeddings.mean(0)
+    # Within five deviations of what is drawn: 256 and a million numbers.
+    assert float(common.square().mean().sqrt()) == pytest.approx(3 / 16, rel=5 / math.sqrt(2 * 256))
+    assert float((embeddings - common).std()) == pytest.approx(
+        1 / 16, rel=5 / math.sqrt(2 * embeddings.numel())
+    )
+    for name, tensor in first.items():
+        if tensor.ndim == 1:
+            assert bool((tensor == 1).all())
+            continue
+        into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+        want = 0.5 / 16 / (2 if into_stream else 1)
+        assert float(tensor.std()) == pytest.approx(want, rel=5 / math.sqrt(2 * tensor.numel())), name
+    parameters.begin(4, config.layers)
+    changed = [
+        name for name, tensor in parameters.named() if not torch.equal(tensor, first.get(name, embeddings))
+    ]
+    assert len(changed) == 1 + 2 * 7
+
+
 def test_decay_falls_on_matrices_only():
     _, parameters, _ = made()
     adamw = optimiser.adamw(parameters, CHOSEN)

@@ -239,7 +239,6 @@ def hugging_face_config(
         "attention_bias": False,
         **({"mlp_bias": False} if kind == "llama" else {}),
         "attention_dropout": 0.0,
-        "initializer_range": chosen.width**-0.5,
         "dtype": "float32",
         "bos_token_id": bos,
         "eos_token_id": eos,
