@@ -308,7 +308,9 @@ def test_dropout_in_training_is_refused_by_the_models_name_for_it():
     model.eval()
     assert model(tokens()).logits.isfinite().all()
     q = torch.randn(1, 2, 3, 4)
-    attention_forward(torch.nn.Module().eval(), q, q, q, None, dropout=0.2)  # which eager attention then leaves out
+    attention_forward(
+        torch.nn.Module().eval(), q, q, q, None, dropout=0.2
+    )  # which eager attention then leaves out
 
 
 def test_a_model_that_computes_attention_by_itself_is_refused():
