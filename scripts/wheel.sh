@@ -21,9 +21,12 @@ mkdir "$work/tests"
 cp tests/op.py tests/scalar.py tests/test_ops.py tests/test_backward.py tests/test_looks.py tests/test_native.py "$work/tests"
 cd "$work"
 python - <<'PYTHON'
+import pathlib
 import sys
 import regardant
 assert regardant.__file__.startswith(sys.prefix), regardant.__file__
 print("from the wheel:", regardant.capabilities())
+model = pathlib.Path(regardant.__file__).with_name("models") / "tiny" / "model.safetensors"
+assert model.stat().st_size <= 8 << 20, model
 PYTHON
 python -m pytest -q -n 2 -p no:cacheprovider --rootdir "$work" -o pythonpath=tests -W error tests
