@@ -2,7 +2,7 @@
 # The model `tiny`: its texts, fetched by package and hash; the command that trains it; and how
 # the result gets into the package. Run it from the repository's root, in an environment with '.[lm,torch]' and pyppmd:
 #
-#     recipes/tiny.sh WORK            # two hours on two cores; cut off, the same command goes on
+#     recipes/tiny.sh WORK            # an hour on two cores; cut off, the same command goes on
 #
 # Texts (21 MB, all free): Shakespeare's plays and poems and Austen's six novels from Project Gutenberg's texts,
 # Moby-Dick, and the addresses on the State of the Union to 2021.
@@ -12,7 +12,11 @@
 # that look for what followed last time form in this time. The learning rate rises slowly, over 800 steps, for the same
 # reason (LOG.md, "Training").
 #
-@RESULT@
+# What came of it, on two cores without AVX-512, in 62 minutes: 1.3 nats a byte at step 750, 1.15 at 1,500, and at the end,
+# over all that was set aside (1.06 MB), 3.562 nats a token, 0.992 a byte; PPMd, order 16, behind the whole training text,
+# needs 1.132. The last 100 steps' training loss is 3.35 nats a token. Induction scores: all eight heads of layer 1, 0.86 to
+# 0.93; they passed 0.5 at step 500. recipes/tiny.html is the run's own report. Other machines add in another order: their
+# numbers will differ a little.
 set -euo pipefail
 work=${1:?usage: recipes/tiny.sh WORK}
 mkdir -p "$work/packages"

@@ -115,7 +115,8 @@ def look(
         return
     if is_example:
         terminal.say(f"An example, as no text was given: {EXAMPLE_TEXT}\n\n")
-    describe(run, sources, remark, "all layers" if layers is None else f"layers {layers}")
+    which = "all layers" if layers is None else f"layer {layers}" if layers.isdigit() else f"layers {layers}"
+    describe(run, sources, remark, which)
     if page is not None:
         terminal.say(f"Every other token, layer and head: {terminal.inert(str(page))}\n")
 
