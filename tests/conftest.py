@@ -1,9 +1,16 @@
 """What more than one test needs: the real model, fetched once by the project's own fetcher, never skipped."""
 
+import signal
+
 import pytest
 
 from regardant.lm.fetch import named_model
 from regardant.lm.load import load
+
+# A suite that a script started in the background is deaf to Ctrl-C, and so is every process that a test starts, of
+# which some must hear it. What has a handler here begins with the system's own there.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
