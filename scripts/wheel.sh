@@ -27,6 +27,6 @@ import regardant
 assert regardant.__file__.startswith(sys.prefix), regardant.__file__
 print("from the wheel:", regardant.capabilities())
 model = pathlib.Path(regardant.__file__).with_name("models") / "tiny" / "model.safetensors"
-assert model.stat().st_size <= 8 << 20, model
+assert model.stat().st_size <= 8_000_000, model
 PYTHON
 python -m pytest -q -n 2 -p no:cacheprovider --rootdir "$work" -o pythonpath=tests -W error tests

@@ -3,6 +3,7 @@
 `unseen.txt` is 9 kB out of what its training had set aside: Austen, Melville, Shakespeare and a president.
 """
 
+import json
 import math
 import socket
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from regardant.cli import main
 from regardant.lm.fetch import bundled_model
 from regardant.lm.load import load, models
 from regardant.train import heads
@@ -38,7 +40,7 @@ def test_it_comes_with_the_package_and_needs_no_network(monkeypatch, tmp_path):
     assert not (tmp_path / "cache").exists()
     assert "".join(loaded.generate("It was", max_tokens=8, temperature=0.8, seed=1)).strip()
     (entry,) = (entry for entry in models() if entry.name == "tiny")
-    assert entry.nbytes <= 8 * 2**20
+    assert entry.nbytes <= 8_000_000
     assert {path.name for path in bundled_model("tiny").iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
@@ -55,9 +57,8 @@ def test_text_that_it_has_not_seen_costs_less_than_with_ppmd(tiny):
     ids = np.asarray(tiny.encode(text))
     T = tiny.config.context
     total = 0.0
-    for first in range(
-        0, len(ids) - 1, T // 2
-    ):  # rows half overlapping: each label once, after half a row or more
+    # Rows half overlapping: each label once, after half a row or more.
+    for first in range(0, len(ids) - 1, T // 2):
         row, labels = ids[first : first + T], ids[first + 1 : first + T + 1]
         scores = tiny.logits(row[: len(labels)])[0].astype(np.float64)
         scores -= scores.max(-1, keepdims=True)
@@ -65,6 +66,19 @@ def test_text_that_it_has_not_seen_costs_less_than_with_ppmd(tiny):
         new = slice(0 if first == 0 else T // 2, None)
         total -= logp[np.arange(len(labels)), labels][new].sum()
     assert total / len(text.encode()) < PPMD
+
+
+def test_the_readmes_example_looks_at_what_followed_last_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = "It was Miss Bates who came, and they all sat down with Miss"
+    assert main(["look", text, "--model", "tiny", "--layers", "1", "--json"]) == 0
+    first, *_ = json.loads(capsys.readouterr().out)["sources"]
+    assert (first["token"]["text"], first["token"]["index"]) == (" B", 4)
+    assert first["weight"] == pytest.approx(0.949, abs=0.0006)
+    assert main(["look", text, "--model", "tiny", "--layers", "1"]) == 0
+    assert "over the heads of layer 1." in capsys.readouterr().out
+    assert main(["generate", text, "--model", "tiny", "--max-tokens", "2", "--temperature", "0"]) == 0
+    assert "Bates" in capsys.readouterr().out
 
 
 def test_two_heads_at_least_copy_what_followed_last_time(tiny):
